@@ -72,7 +72,7 @@ class CompiledModule(Delegating):
 
     It also has the parameters, buffers, submodules, state dict and other attributes of the original module.
 
-    In a process or thread that has joined a group (`hw.init`), a call runs this rank. Arguments that the plan shards are then local blocks,
+    In a process or thread that has joined a group (`hw.init`), a call runs its rank. Arguments that the plan shards are then local blocks,
     and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so calls see
     the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
     """
@@ -133,10 +133,10 @@ class CompiledModule(Delegating):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
-        """Captures a call with these arguments as a CUDA graph. Returns a callable that launches the graph, and returns the module's
-        results.
+        """Captures a call with these arguments as a CUDA graph. Returns a callable, which launches the graph and returns the
+        module's results.
 
-        Capturing is collective, and so is each launch. `capture` makes the call once. A launch reads the current contents of the same
+        `capture` and each launch are collective. `capture` also runs the call once. A launch reads the current contents of the same
         argument tensors and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
         the replacement of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of
         `Program.capture`, and ArgumentError if no group was joined.
@@ -169,7 +169,7 @@ class CompiledModule(Delegating):
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Arguments of a call that the program takes, by name. Raises ArgumentError if the call is not possible."""
+        """Maps the names of program inputs to the arguments of a call. Raises ArgumentError if the call is not possible."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._held_tensors.tensors):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
@@ -180,7 +180,9 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """For each module of a list such as nn.ModuleList, by path: "traced", or the equal module whose trace it uses, as in `as layers.0`.
+        """Maps the path of each module in a list, such as nn.ModuleList, to how it was traced.
+
+        The value is "traced", or "as layers.0" if the module uses the trace of the equal module `layers.0`.
 
         If the attributes or calls of a module differ, it is traced separately, with the reason: `traced: its attention.scale differs from
         layers.0`.
@@ -192,7 +194,7 @@ class CompiledModule(Delegating):
         return type(self._module).__name__
 
     def takes(self, **kwargs: Any) -> bool:
-        """True if the module was compiled for such arguments: tensors with these sizes and dtypes, and equal other values."""
+        """True if the module was compiled for these arguments. Sizes and dtypes of tensors must match, and other values must be equal."""
         try:
             given = self._passed((), kwargs)
         except ArgumentError:
@@ -211,8 +213,8 @@ class CompiledModule(Delegating):
         return True
 
     def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
-        """For each argument, its dims of varying size, with the sizes for which the module was compiled. A dim that a mesh axis shards may
-        have any size, because in a group the arguments are blocks.
+        """Maps each argument to its dims of varying size, with the sizes for which the module was compiled. Omits dims that a mesh axis
+        shards, because arguments are blocks in a group.
         """
         found: dict[Node, list[tuple[int, range]]] = {}
         for node in self._graph.arguments:
@@ -228,7 +230,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Keyword arguments of a call. A copy of this rank's block replaces each whole tensor that the program writes to."""
+        """Returns the keyword arguments of a call for one rank. A copy of its block replaces each whole tensor that is written."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [
@@ -239,8 +241,8 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
 
     def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
-        """Arguments and buffers that the program writes to, by name, in the layout of this rank. Raises ArgumentError if a whole tensor on
-        each rank would have to be sharded."""
+        """Maps names to the arguments and buffers that the program writes to, in the layout of this rank. Raises ArgumentError if the plan
+        shards a buffer, but each rank has the whole buffer."""
         found = {}
         for node in self._graph.written:
             name = self._graph.names[node]
@@ -301,7 +303,7 @@ class CompiledModule(Delegating):
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Arguments that the program takes, by name, and new seeds. Raises ArgumentError if the arguments do not fit."""
+        """Maps names of program inputs to arguments of a call and to new seeds. Raises ArgumentError if the arguments do not fit."""
         arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
         if self._graph.seeds is not None:
             seeds = new_seeds(self._name, int(self._graph.seeds.meta["val"].numel()), self._group())
@@ -309,7 +311,7 @@ class CompiledModule(Delegating):
         return arrays
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
-        """Tensors among the arguments of a call, by their nodes. Raises ArgumentError if the arguments do not fit."""
+        """Maps nodes to the tensors among the arguments of a call. Raises ArgumentError if the arguments do not fit."""
         spec, name = self._specs.in_spec, self._name
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
@@ -356,7 +358,7 @@ def _keywords(spec: Any) -> list[str]:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs. None if it is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs. None for a device on which it is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 

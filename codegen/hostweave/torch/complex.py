@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """Converts the program to real numbers, except for its signature. A complex result becomes a node `hostweave.complex` of its two parts.
+    """Replaces complex ops of a program by real ops, and keeps its signature. A complex result becomes an op `hostweave.complex`.
 
     y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
 
@@ -58,7 +58,7 @@ def _makes_complex(node: Node) -> bool:
 
 
 class _Pairs(Interpreter):
-    """Runs a graph with pairs in place of complex tensors."""
+    """Runs a graph in which a `Pair` replaces each complex tensor."""
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().placeholder(target, args, kwargs)
@@ -222,7 +222,7 @@ def _same(is_equal: bool) -> Callable[..., Any]:
 
 
 def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [rows, columns] of the angles 2 pi i j / size. They are constants of the program."""
+    """Cosines and sines [rows, columns] of the angles 2 pi row column / size. They are constants of the program."""
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
     angles = places.to(torch.float64) * (2 * math.pi / size)
     return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)
@@ -238,7 +238,7 @@ def _along(x: Any, dim: int, matrix: torch.Tensor) -> Any:
 
 
 def _transformed(x: Pair, dim: int, sign: int) -> Pair:
-    """Fourier transform along a dim: sums of x exp(sign 2 pi i j k / size)."""
+    """Fourier transform along a dim. Element k is the sum over j of x[j] exp(sign 2 pi i j k / size)."""
     size = x.re.shape[dim]
     cos, sin = _waves(size, size, size, x.re)
     re, im = (Pair(_along(part, dim, cos), _along(part, dim, sin)) for part in x)
@@ -263,7 +263,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """Real inverse transform, given half of the terms. The other terms are their conjugates."""
+    """Inverse transform with a real result. x has the first half of the terms, and the other terms are conjugates of them."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

@@ -1,4 +1,4 @@
-"""ATen ops written in terms of other ATen ops. torch decomposes them by these rules, and differentiates the result."""
+"""Decomposition rules: ATen ops written in terms of other ATen ops. In training, torch differentiates the decomposed graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's loss for logits [rows, classes] or [rows, classes, sizes...]. For [rows, classes] without weights it stays one op."""
+    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...].
+
+    Returns NotImplemented for [rows, classes] with class indices, without weights and without label smoothing. The op is then kept whole.
+    """
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -51,7 +54,7 @@ def cross_entropy(
 
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
-    """The value that x has after `x.copy_(source)`."""
+    """Value of x after `x.copy_(source)`."""
     value = source.to(x.dtype)
     return value if value.shape == x.shape else value.expand(x.shape)
 
@@ -60,7 +63,7 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
 
 
 def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Order of dims in which the elements are contiguous in memory, or None."""
+    """Returns the order of dims in which the elements are contiguous in memory. None if there is no such order."""
     order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
     for dim in order:
         if sizes[dim] != 1 and strides[dim] != step:
@@ -70,7 +73,10 @@ def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """The elements at given offsets of the memory of x. If they are all elements of x in another order, the result is a permutation."""
+    """Reads elements of the memory of x by strides. The result is a permuted view if it contains each element of x once.
+
+    Returns NotImplemented if the memory of x has gaps, or if an element is outside of x.
+    """
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented
@@ -100,7 +106,7 @@ def as_strided_scatter(x: torch.Tensor, source: torch.Tensor, size: Sequence[int
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """A slice of the flattened matrix: its elements are one row and one element apart."""
+    """Slices the flattened matrix with a step of one row plus one element."""
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = y.shape[-2:]
     length = min(rows + min(offset, 0), columns - max(offset, 0))
@@ -143,7 +149,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that allows only pointwise ops on tensors with the given number of dims. Other ops raise ProgramError."""
+    """Allows only pointwise ops, on tensors with `ndim` dims or without dims. Raises ProgramError for other ops."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,7 +163,7 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's function of this name, for a dim whose size may be known only when the program runs, up to a maximum."""
+    """torch's associative_scan. The size of the dim may be unknown at compile time if its maximum is known."""
     leaves, spec = pytree.tree_flatten(xs)
     dim_count = leaves[0].ndim
     dim = dim % dim_count
@@ -183,10 +189,10 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
 def rwkv_attention(
     of_token: Callable[..., Any], decay: Any, first: Any, key: Any, value: Any, state: Any = None, return_state: bool = False
 ) -> Any:
-    """`rwkv_linear_attention` of transformers as a scan over tokens. For one token it calls `of_token`.
+    """Computes `rwkv_linear_attention` of transformers as a scan over tokens. Calls `of_token` for a single token.
 
-    A state is (n, d, m) for the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The result does not depend on how
-    m is chosen, so the maxima get no gradient.
+    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The exponent m cancels in the
+    result, so the maxima get no gradient.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)
@@ -244,7 +250,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 
 def _median(skips_nan: bool) -> Callable[..., Any]:
     def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """The lower of two medians. If an element is NaN, the median is NaN, unless NaNs are skipped."""
+        """Returns the lower median and its index. The median of a row that contains a NaN is NaN if `skips_nan` is False."""
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
@@ -259,7 +265,7 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """Number of elements of a sorted row that precede each value."""
+    """Counts the elements of a sorted row that are less than each value. With `right`, equal elements count too."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
     values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
@@ -280,7 +286,7 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
     return (place == torch.arange(bins, device=x.device).unsqueeze(-1)).sum(-1).to(x.dtype)
 
 
-# --- elements that go to indices --------------------------------------------------------------------------------------
+# --- writes at indices ------------------------------------------------------------------------------------------------
 
 
 def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
@@ -292,8 +298,8 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Each element of the result reduces the source elements whose index equals the element's position. This compares every position with
-    every index."""
+    """Reduces, for each position along the dim, the source elements whose index equals the position. Compares every position with every
+    index."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
@@ -349,7 +355,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Sum, mean or maximum of the rows of each bag. Bags begin at the offsets."""
+    """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`."""
     if scale_grad_by_freq or sparse:
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
@@ -410,8 +416,8 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Mantissa from 0.5 to below 1, and exponent. The exponent from log2 may be off by one, which shows in the mantissa and is
-    corrected."""
+    """Returns the mantissa, from 0.5 to below 1, and the exponent. The exponent from log2 may be wrong by one. The mantissa is then out of
+    range, and both are corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may overflow, so it is applied in two steps
@@ -424,7 +430,7 @@ def frexp(x: torch.Tensor) -> Any:
 
 
 def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Rule of an op that fills a tensor with a function of random numbers and of the op's parameters."""
+    """Returns the rule of an op that fills a tensor with random values. `value` computes them from random numbers and parameters."""
 
     def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
         if generator is not None:
@@ -442,7 +448,10 @@ _exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / r
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
-    """Draws indices: those of the largest weights, each divided by an exponential random number."""
+    """Draws indices with probabilities proportional to the weights.
+
+    Divides each weight by an exponential random number. Returns the indices of the largest ratios.
+    """
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if apart := replacement or count == 1:
         weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)
@@ -457,7 +466,7 @@ def randperm(n: Any, *, dtype: Any = torch.int64, device: Any = None, **_: Any) 
 def rrelu(
     x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    """Random slopes for elements that are not positive. Without training, all slopes are their mean."""
+    """Multiplies elements that are not positive by random slopes. Without training, each slope is the mean of `lower` and `upper`."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2), noise
     slopes = torch.where(x <= 0, _uniform(x, lower, upper, generator=generator), 1.0)
@@ -472,7 +481,7 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
     return _normal(torch.empty(size, dtype=dtype), mean, std, generator)
 
 
-# ops that torch's rules compose, in derivatives, too
+# ops that torch's own rules decompose, in forward and backward graphs
 _BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv"
 
 COMPOSED: dict[Any, Callable[..., Any]] = {

@@ -38,15 +38,15 @@ from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears
 
-tracing = threading.RLock()  # torch's modes for tracing apply to the sizes of all threads
+tracing = threading.RLock()  # locked while torch traces, because its tracing modes apply to sizes of all threads
 _TORCH = str(Path(torch.__file__).parent)
 
-# Ops that are not decomposed: each is either one op of a fusion, or a composite that the compiler recognises.
+# Ops that are not decomposed. Each is an op of a fusion, or a composite op that the compiler recognises.
 _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
-# Ops of core ATen that are decomposed nevertheless, by torch's rules.
+# Ops of core ATen that are decomposed by torch's rules, although torch.export keeps them.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
@@ -57,10 +57,10 @@ max_pool2d_with_indices_backward
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """Exports the graph of a module for these inputs. The graph is functional, and in core ATen except for `_KEPT`. Also returns how each
-    repeated layer was traced, by path, and the attributes that each module read, by path.
+    """Exports the graph of a module for these inputs. The graph is functional, and its ops are core ATen or in `_KEPT`.
 
-    With `training`, ops mark values without gradient, which come from detach() or torch.no_grad(). Raises ProgramError.
+    Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
+    marks each value that loses its gradient by detach() or torch.no_grad(). Raises ProgramError if the module cannot be exported.
     """
     for name, given in [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]:
         if given.layout is not torch.strided:
@@ -122,12 +122,12 @@ def exported(
 
 
 def without_code() -> AbstractContextManager[None]:
-    """Inside, torch does not print its graphs as Python code, because nothing runs them."""
+    """Prevents torch from generating Python code of graphs inside the `with` block, because no code runs these graphs."""
     return _use_lazy_graph_module(True)
 
 
 def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
-    """Renames the parameters, buffers and constants of a program, but not its objects of other classes."""
+    """Renames the parameters, buffers and constants of a program. Does not rename custom objects."""
     inputs, outputs = program.graph_signature.input_specs, program.graph_signature.output_specs
     kept = {spec.target for spec in inputs if spec.kind is InputKind.CUSTOM_OBJ}
     for spec in (*inputs, *(one for one in outputs if one.kind is OutputKind.BUFFER_MUTATION)):
@@ -139,7 +139,7 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
 
 
 def _without_gradients(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that raises ProgramError in this thread, because forward computes gradients by it."""
+    """Returns a variant of a function that computes gradients. It raises ProgramError in this thread."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def _refuse_seed(*_: Any) -> None:
 
 
 def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:
-    """torch.Tensor.random_, by randint_like. torch cannot print the op random.from."""
+    """Computes torch.Tensor.random_ by randint_like, because torch cannot print the op random.from."""
     if generator is not None:
         raise ProgramError("random numbers of another generator are not supported; omit generator=")
     largest = 2 / torch.finfo(x.dtype).eps if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
@@ -167,10 +167,10 @@ def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: 
 
 @contextmanager
 def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
-    """Makes modules of transformers use scans and triangular solvers inside the `with` block. They avoid these ops in other exports,
-    because some export formats lack them. RWKV has only a loop over tokens, which a scan replaces.
+    """Makes modules of transformers use scans and triangular solvers inside the `with` block.
 
-    Without this, they process the elements of a sequence one at a time.
+    During export, these modules otherwise use loops over the elements of a sequence, because some export formats lack such ops. RWKV always
+    uses a loop over tokens, and a scan replaces this loop.
     """
     with ExitStack() as stack:
         stack.enter_context(patch("torch._higher_order_ops.associative_scan.associative_scan", associative_scan))
@@ -189,7 +189,7 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 
 
 def error_of_torch(name: str, error: Exception) -> ProgramError:
-    """Converts an exception of torch's tracing, which may be of many types, to a ProgramError."""
+    """Converts any exception of torch's tracing to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
         return ProgramError(f"{name}: {why}", _line_of(error))
@@ -211,7 +211,7 @@ _materialized: list[str] = []  # composite ops that were added to torch.ops
 
 
 def _materialize_once() -> None:
-    """Adds composite ops that are implemented in C++ to torch.ops, if the application has registered more since the last time."""
+    """Adds composite ops that are implemented in C++ to torch.ops. Does so only if ops were registered since the last call."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     if registered != _materialized:
         _materialize()
@@ -220,8 +220,8 @@ def _materialize_once() -> None:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Prevents torch from logging errors, and from printing the graph of a module that fails, inside the `with` block. torch also looks up
-    each composite op only once, and not for each namespace in each export.
+    """Prevents torch from logging errors, and from printing the graph of a module that fails, inside the `with` block. Also makes torch
+    look up composite ops only once, instead of once for each namespace in each export.
     """
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     before = [logger.disabled for logger in loggers]
@@ -260,8 +260,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Makes hooks raise ProgramError inside the `with` block, because they change gradients outside of the graph. A user's Function becomes
-    one op."""
+    """Raises ProgramError for hooks on gradients, because they change gradients outside of the graph. Inside the `with` block, each
+    torch.autograd.Function of the user is recorded as one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -290,8 +290,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Inserts an op at each point where values lose their gradients. Decompositions keep this op. Raises ProgramError if such a value is
-    written to."""
+    """Marks each value that loses its gradient by an op that decompositions keep. Raises ProgramError if such a value is written to."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name in ("aten.detach.default", "aten.detach_.default"):
@@ -306,7 +305,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Raises ProgramError if a node or a view of it is written to, because that write would also change the original."""
+    """Raises ProgramError if a node or a view of it is written to, because the write would also change the tensor that was detached."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
@@ -318,7 +317,7 @@ def _expect_unwritten(node: Node) -> None:
 
 
 def _name_outputs(program: ExportedProgram) -> None:
-    """Gives the outputs of the signature the names of the nodes that are returned now."""
+    """Updates the output names of the signature to the names of the returned nodes."""
     for spec, node in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
         if isinstance(node, Node):
             spec.arg.name = node.name

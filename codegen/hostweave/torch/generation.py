@@ -24,11 +24,10 @@ _ROUNDED = 64  # cache lengths are multiples of it, so that prompts of similar l
 
 
 class TokenGraph:
-    """A call for one token of each sequence, captured as a graph. A launch takes new tokens and masks, and continues with the same
-    cache."""
+    """A call for one token of each sequence, captured as a CUDA graph. A launch reads new tokens and masks, and uses the same cache."""
 
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
-        """Makes the call and captures it. `word` is the name of the argument that is the cache."""
+        """Runs the call and captures it. `word` is the name of the argument that is the cache."""
         self._word, cache = word, kwargs[word]
         given = pytree.tree_map_only(torch.Tensor, torch.clone, {**kwargs, word: None})
         self._leaves, self._spec = pytree.tree_flatten(given)
@@ -36,7 +35,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True for arguments with the same sizes and equal other values, together with the graph's cache in its current state."""
+        """True if a launch can compute a call: tensors have the same sizes, other values are equal, and the cache is that of the graph."""
         leaves, spec = pytree.tree_flatten({**kwargs, self._word: None})
         return spec == self._spec and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -55,12 +54,12 @@ class TokenGraph:
 
 
 class _Rank:
-    """Memory and graph that a rank keeps for later sequences with the same sizes."""
+    """Cache memory and CUDA graph of a rank. Later sequences with the same sizes reuse them."""
 
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
         self.graph: TokenGraph | None = None
-        self.is_first = True  # True until the first token after the last prompts
+        self.is_first = True  # True from a call with prompts to the first call for a token
 
 
 class Generation:
@@ -71,8 +70,8 @@ class Generation:
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of the dims that the plan shards, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), its requests for tensors)
-        self._parameters = tuple(inspect.signature(module.forward).parameters)  # computed once, because it takes as long as five launches
+        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), tensors that the cache requests)
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # computed once: it costs as much as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
@@ -108,7 +107,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """Creates a static cache. Layers with a sliding window also have all positions, because masks apply the window."""
+        """Creates a static cache. Layers with a sliding window also store all positions, because masks restrict them to the window."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -117,7 +116,7 @@ class Generation:
         return cache
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module for prompts or for one token per sequence. The cache is written in place."""
+        """Runs the module for prompts or for one token per sequence. Writes to the cache in place."""
         if args:
             kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in self._parameters:
@@ -135,8 +134,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Makes a call of one rank of a group. The first call for a token after prompts is captured, unless the previous graph can be
-        launched."""
+        """Runs a call of one rank of a group. Captures the first call for a token after prompts, unless all ranks can launch their previous
+        graph."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -158,7 +157,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. A cache without tensors is first allocated with global sizes. After the call it has the tensors of this rank."""
+        """Calls a program. Allocates a cache without tensors with global sizes, and then replaces its tensors by those of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -190,7 +189,7 @@ class Generation:
         return program
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
-        """Compiles a program for these arguments, valid also for other lengths if the module computes the same for them."""
+        """Compiles a program for these arguments, and for other lengths of prompts and masks if one program can accept them."""
         try:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
@@ -200,7 +199,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call with prompts: the sizes of tokens and masks, which differ between calls."""
+        """Dynamic shapes for a call with prompts. The lengths of tokens and masks are dynamic, because they differ between calls."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

@@ -32,10 +32,10 @@ from hostweave.types.tensor import Dim, TensorType
 
 @dataclass(frozen=True)
 class Origin:
-    """Meaning of a placeholder. It is an "argument" of the call, or a "parameter", "buffer" or "constant" of the module with this name and
-    value.
+    """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module.
 
-    "written" is a buffer that the forward pass of a training program writes to. "seeds" are random numbers that each call draws.
+    `name` and `value` are those of the module's tensor. The kind "written" is a buffer that the forward pass of a training program writes
+    to. The kind "seeds" is the tensor of random seeds, which each call draws again.
     """
 
     kind: str
@@ -45,12 +45,12 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Computation that a program appends to use the gradients, which are the last values of a graph. Its results reuse the memory of
-    inputs."""
+    """Computation that a program appends to a graph, such as an optimizer step. It reads the gradients, which are the last values of the
+    graph. Its results reuse the memory of inputs."""
 
     types: dict[str, TensorType]  # types of all inputs, in order: those of the graph, and additional ones
     donated: dict[str, int]  # written input -> index of the result that reuses its memory
-    gradients: int  # number of gradients that `compute` takes
+    gradients: int  # number of gradients that `compute` reads
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # (all inputs, gradients) -> results
 
 
@@ -75,7 +75,7 @@ class Graph:
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant that is bound to it
     uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> that number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
-    seeds: Node | None = None  # the input that has a seed for each op that draws random numbers
+    seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
     tokens: int = 0  # number of leading outputs that only order the checks
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
@@ -121,8 +121,8 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """Values that the graph returns: new values of written tensors, then other results of the module, which may be None, then checked
-        conditions."""
+        """Values that the graph returns, in order: new values of written tensors, other results of the module, and checked conditions. A
+        result of the module may be None."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (one,))]
@@ -137,7 +137,7 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Values that the module returns under a key such as `loss`, with their keys. A written argument names its new value."""
+        """Maps values that the module returns under a key, such as `loss`, to the key. A written input `x` has the key `new_x`."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
         made = {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
         return made | {value: f"new_{self.names[node]}" for node, value in self.written.items() if value in made}
@@ -166,7 +166,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> set[str]:
-        """Names of buffers and constants that the program does not read, because it contains values computed from them at compile time."""
+        """Names of buffers and constants from which values were computed at compile time. The program contains these values."""
         read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
         known, following = set[Node](), [node for node in read if node in self.constants]
         while following:
@@ -182,13 +182,13 @@ class Graph:
         return {path: node for node in self.nodes for path in modules_of(node)}
 
     def is_held(self, node: Node) -> bool:
-        """True if a node is a parameter, a buffer or a constant that is an input of the fusion."""
+        """True if a node is an input of the fusion that the module owns: a parameter, a buffer or a constant."""
         name = self.names.get(node, "")
         return name in self.parameters or name in self.bound
 
     def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
-        """Yields the shardings that the plan states for the modules whose result is the value `made` of a node. Raises ProgramError if the
-        value cannot have one of them."""
+        """Yields the shardings that the plan states for modules whose result is this node. `made` is the value of the node. Raises
+        ProgramError if its number of dims differs from the stated one."""
         for path in modules_of(node) if self.layouts.outputs else ():
             if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
                 if (dims := getattr(made, "ndim", "several results of")) != len(axes):
@@ -196,7 +196,8 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes values that depend only on constants. Buffers count as constants for values without other inputs."""
+        """Computes values that depend only on constants and on buffers that are not written to. Constants that the program reads become
+        inputs."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -214,7 +215,7 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # constants that the program reads become inputs, except numbers and masks such as "causal"
+        for node in self.nodes:  # constants become inputs, except numbers, uniform tensors and masks such as "causal"
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
@@ -236,7 +237,7 @@ class Graph:
                 self.bound[name] = value.contiguous()
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
-        """Type of a node's value with these mesh axes."""
+        """Type of a node's value, sharded by these mesh axes."""
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
@@ -249,7 +250,8 @@ class Graph:
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Returns the graph with these inputs replicated. Each rank then slices its block. `results` are the types of the outputs."""
+        """Returns a copy of the graph in which the inputs `names` are replicated. Each rank slices its block of them. `results` are the
+        types of the outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -269,7 +271,7 @@ class Graph:
 
 
 def _share_bias(attention: Any, mask: Any) -> None:
-    """Makes attentions with one bool mask share one bias. Otherwise each of them would compute it."""
+    """Makes attention ops that read the same bool mask share one bias. Otherwise each op would compute the bias."""
     readers = [user for user in mask.users if op_of(user) == ATTENTION and user.args[3] is mask]
     if len(readers) > 1 and mask.meta["val"].dtype == torch.bool:
         dtype = attention.args[0].meta["val"].dtype
@@ -295,7 +297,7 @@ def expect_known(nodes: Sequence[Node]) -> None:
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
-    """Attaches the nodes that caused an error to it. An error that has nodes already keeps them."""
+    """Attaches to an error the nodes that caused it. Does nothing if the error has nodes already."""
     vars(error).setdefault("nodes", nodes)
     return error
 

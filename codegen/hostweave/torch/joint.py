@@ -1,4 +1,4 @@
-"""Splits a module into a forward graph and a backward graph, by AOTAutograd's joint graph and torch's min-cut partitioner."""
+"""Traces the joint graph of a module by AOTAutograd. torch's min-cut partitioner splits it into a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_sources, saved_nam
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Ops that return their operand, and checks of values, which a program does not make.
+# Ops that return their operand, and assertions. Programs contain neither of them.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -45,7 +45,7 @@ LOG_SOFTMAX = torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_b
 
 @dataclass
 class Joint:
-    """Forward graph and backward graph of a module, and the values that they share. The order of values is that of the joint graph."""
+    """Forward graph and backward graph of a module. Sources and results have the order of the joint graph."""
 
     outer: Graph  # the exported graph
     sources: list[Node]  # nodes of `outer` that are arguments of the joint graph
@@ -74,8 +74,8 @@ class Joint:
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     def forward_graph(self, shared: Mapping[Node, int] = MappingProxyType({})) -> Graph:
-        """Prepared graph of the results followed by the saved values, except those that results share. The shardings of saved values are
-        inferred."""
+        """Returns a prepared graph whose outputs are the results, followed by the saved values that are not in `shared`. The shardings of
+        saved values are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         saved = {node: name for node, name in self.saved.items() if node not in shared}
         graph.returned = [*graph.returned[: len(self.results)], *saved]
@@ -85,7 +85,7 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """Saved values that are also results, with the index of the result. Empty on several ranks, where shardings may differ."""
+        """Maps each saved value that is also a result to its index. Empty on several ranks, because the shardings may differ."""
         output: Any = self.forward.graph.output_node()
         results = enumerate(output.args[0][: len(self.results)])
         return {node: number for number, node in results if node in self.saved and self.outer.mesh.size == 1}
@@ -96,12 +96,12 @@ class Joint:
 
     @property
     def tangents(self) -> dict[str, str]:
-        """Names of the gradients of results, by their names in the graphs."""
+        """Maps the placeholder of each result's gradient, such as `tangents_1`, to the name of the gradient in programs."""
         labels = [label for label, has in zip(self._labels("y"), self.differentiable, strict=True) if has]
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
-        """Prepared graph of the results followed by the gradients of the parameters. The only scalar result is the loss.
+        """Returns a prepared graph whose outputs are the results, followed by the gradients. The only scalar result is the loss.
 
         `scale` is the name of an argument by which the loss is multiplied before gradients are computed.
         """
@@ -147,8 +147,7 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """For each result, its sharding if neither the plan nor the module states one: by the rows of ranks, or replicated. None for a
-        result whose sharding is stated."""
+        """Default sharding of each result: by rows, or replicated. None for a result whose sharding the plan or the module states."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
@@ -179,21 +178,21 @@ class Joint:
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
-        """Shardings of gradients, and shardings to state for nodes that compute gradients of parameters."""
+        """Returns the sharding of each gradient, and a map from nodes that compute gradients of parameters to their shardings."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
 
     @cached_property
     def saved(self) -> dict[Node, str]:
-        """Nodes of the forward graph whose values the backward graph reads, with their names."""
+        """Maps each forward node whose value the backward graph reads to the name of the value."""
         return saved_names(self._kept)
 
     def source_of(self, node: Node) -> int | None:
-        """Index of the source for a placeholder of one of the graphs. None for other placeholders."""
+        """Index of the source that a placeholder represents. None if the placeholder is a saved value or the gradient of a result."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
-        """Inputs of a program that are sources, by name, with the index of each source."""
+        """Maps the name of each program input that is a source to the index of the source."""
         taken = [*graph.arguments, *([] if graph.seeds is None else [graph.seeds])]
         named = ((graph.names[node], self.source_of(node)) for node in taken if node in graph.names)
         return {name: number for name, number in named if number is not None}
@@ -219,16 +218,16 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Decompositions of torch and of this package. They are cached, because torch visits all of its ops to list them.
+    """Decompositions of torch and of this package. The dict is cached, because torch visits all of its ops to make it.
 
-    A log-softmax is decomposed so that the backward pass computes it from the logits again. Its f32 result is the largest value of a model.
+    Log-softmax is decomposed so that the backward pass recomputes it from the logits. Its f32 result is often the largest value of a model.
     """
     return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, gradients are those
-    of the only scalar result.
+    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, only
+    the one scalar result is differentiated.
     """
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
@@ -296,8 +295,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes the gradient of a loss read the logits, which the forward pass keeps, instead of the log-probabilities. It uses only their
-    shape."""
+    """Makes nll_loss_backward read the logits instead of the log-probabilities, which then need not be saved. The op uses only the shape of
+    this operand."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -314,7 +313,7 @@ def _read_logits(made: GraphModule) -> None:
 
 
 def _computed_of(graph: Any) -> list[Node]:
-    """Nodes that depend on placeholders of a graph. All others are constants."""
+    """Ops of a graph that depend on a placeholder. All other ops compute constants."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
@@ -323,7 +322,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradients of results that are sharded by rows, because the losses of ranks are averaged, as in `fully_shard`."""
+    """Divides the gradients of results that are sharded by rows by the number of ranks. `fully_shard` also averages the losses of ranks."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -356,7 +355,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
-    """Patterns that depend on constants: attention masks such as "causal", and operands of rotary embeddings."""
+    """Maps a node to a pattern in its constants: an attention mask, such as "causal", or operands of a rotary embedding."""
     found: dict[Node, Any] = {}
     for node in outer.nodes:
         mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
@@ -368,7 +367,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
 
 
 def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
-    """Computes a node of the exported graph, with an op that has a custom derivative if there is one."""
+    """Computes a node of the exported graph. Uses an op with a custom derivative if one exists for the node."""
 
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
@@ -390,7 +389,7 @@ def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
         made = Silu.apply(*args)  # type: ignore[no-untyped-call]
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
-    elif op == "view.default":  # strides come from kernels for one device, and have no meaning here
+    elif op == "view.default":  # reshape, because strides depend on the kernels of one device
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
         made = call_recorded(*args)
@@ -420,15 +419,15 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) 
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Converts a mask to a bias that is added to the scores, with all columns."""
+    """Converts a mask to a bias that is added to the scores. Expands its last dim to the number of keys."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
 
 
 def _cut_before_padding(graph: Any) -> None:
-    """Moves slices before paddings that follow the last element of a dim, as in `pad(labels, (0, 1))[..., 1:]`. The padding can then be a
-    part of the kernel that reads it."""
+    """Moves a slice before a padding at the end of the last dim, as in `pad(labels, (0, 1))[..., 1:]`. The padding can then be fused into
+    the kernel that reads it."""
     for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         padded, dim, start = (*cut.args, 0, 0)[:3]
         if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:
@@ -446,7 +445,7 @@ def _cut_before_padding(graph: Any) -> None:
 
 
 def _simplify(made: GraphModule) -> None:
-    """Removes nodes that compute nothing. Nodes of the backward pass get the source lines of their forward nodes."""
+    """Removes nodes that compute nothing. Copies the source line of each forward node to its backward nodes."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
         is_same_view = op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape

@@ -1,6 +1,7 @@
-"""ATen's matrix factorisations for matrices of up to 32 rows, written in terms of other ops, with one step per row. See `composed`. Errors
-are reported as in torch's ops with `_ex`: `info` is the number of the first row that fails. Triangular matrices of any size are inverted by
-blocks.
+"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows. They use one step per row. See `composed`.
+
+Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Triangular matrices of any
+size are inverted by blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Rule for an op. It does not apply to matrices with more rows, or to complex matrices, or if the op is to raise errors."""
+    """Returns the rule of an op. It returns NotImplemented for larger or complex matrices, and if `check_errors` is True."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -105,8 +106,8 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps
-    fail."""
+    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and for each step True
+    if it fails."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []
@@ -132,7 +133,7 @@ def lu_factor_ex(a: Any, *, pivot: bool = True) -> Any:
 
 
 def _order_of(pivots: Any, rows: Any) -> Any:
-    """Source of each row, computed from the pivot rows of the steps."""
+    """Source of each row after all row exchanges. `pivots` contains the pivot row of each step."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
     for k in range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
@@ -231,7 +232,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops whose derivatives torch has. Gradients of Cholesky ops are symmetric.
+# Ops that torch differentiates by its own rules. Gradients of Cholesky ops are symmetric.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

@@ -31,8 +31,8 @@ def _op(
     backward: Callable[..., Gradients] = _no_second,
     saved: Callable[..., tuple[Any, ...]] = lambda *_: (),
 ) -> None:
-    """Defines an op: its results for fake tensors, its gradients, and the inputs and outputs that the gradients need. An op without
-    `backward` computes gradients itself, and has no derivative."""
+    """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. An op without `backward` has no
+    derivative, because it computes gradients."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -87,7 +87,7 @@ def _matmul_shape(a: torch.Tensor, b: torch.Tensor, turned_a: bool, turned_b: bo
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Matmul as in torch. Its derivatives are matmuls of transposed operands."""
+    """torch's matmul. Its derivatives are matmuls of transposed operands."""
     made: torch.Tensor = ops.matmul(a, b, False, False)
     return made
 
@@ -155,7 +155,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores, for dropout and for masks of another dtype."""
+    """Attention that stores its scores. It supports dropout, and masks whose dtype is neither bool nor that of q."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -223,7 +223,7 @@ class _Called:
 
 
 def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Calls the Function with this number, with the derivative that the user wrote."""
+    """Calls the torch.autograd.Function with this number, so that its own derivative is used."""
     return _CALLED[number].apply(given)
 
 
@@ -248,7 +248,7 @@ def _is_same_call(one: _Called, other: _Called) -> bool:
 
 
 class Silu(torch.autograd.Function):
-    """torch's silu. Its derivative uses the number 1, where ATen's uses a tensor of ones."""
+    """torch's silu. Its derivative uses the number 1, whereas the derivative of ATen uses a tensor of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Records the step of a torch optimizer by running its code: ATen ops on one parameter, its gradient and its state.
+"""Runs the step of a torch optimizer, and records its ATen ops on one parameter, its gradient and its state.
 
-The code runs on tensors of the device "meta", which have no memory. Values on the host, such as the number of the step, are really
-computed, and are numbers in the recorded ops.
+The tensors are on the device "meta", so they have no memory. Values on the host, such as the step number, are computed during recording.
+The recorded ops contain these values as numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1
 
 @dataclass(frozen=True)
 class OperandSource:
-    """An operand. `source` is the name of the parameter, the gradient or an entry of the state, or the index of an op that computes it."""
+    """Source of an operand. It is a name (the parameter, the gradient or a state entry), or the index of the op that computes the operand.
+
+    `result` is the index of the operand among the results of that op.
+    """
 
     source: str | int
     result: int = 0
@@ -83,8 +86,10 @@ class UpdateStep:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """New parameter and state, computed from the values by name. `numbers` are inputs of the program. All other numbers are
-        constants."""
+        """Computes the new parameter and state. `values` contains the program's tensors by name.
+
+        `numbers` maps the indices of numbers to inputs of the program. All other numbers are constants.
+        """
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -111,7 +116,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter without memory, and its state. The steps of an optimizer for one parameter group are recorded on it."""
+    """A parameter on the device "meta", and its state. Records steps of an optimizer for it, with one group's options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -120,8 +125,8 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step with the options of the group, or with the given ones, and updates the state. Raises ProgramError if the code
-        cannot be recorded.
+        """Records a step and updates the state. `options` replaces the options of the group. Raises ProgramError if the code cannot be
+        recorded.
         """
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         group = options or self._optimizer.param_groups[self._group]
@@ -160,7 +165,10 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if the first step, which creates these entries of the state, computes the same as if they had been zeros."""
+    """True if zeros are the initial values of these state entries.
+
+    Runs the optimizer once from an empty state and once from zeros, and compares the results.
+    """
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for zeros in (False, True):
@@ -195,9 +203,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
-        """Returns the recorded step. State that the step itself fills counts as filled before the step."""
+        """Returns the recorded step without the ops that fill new state entries. `filled` contains the initial values of these entries."""
         filled: dict[str, float] = {}
-        named: dict[OperandSource, OperandSource] = {}  # result of an op that fills -> entry of the state
+        named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that it creates
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
@@ -301,7 +309,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Assigns a value to a tensor. With `anew` it is a write, which invalidates other views of the storage."""
+        """Records the source of a tensor's value. With `anew`, other views of its storage become invalid, because it was written."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -322,7 +330,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
-    """Name and arguments of the functional form of an op. For a plain copy of a tensor, that tensor."""
+    """Returns the name, args and kwargs of the functional form of an op. Returns the source tensor if the op copies it unchanged."""
     word, names = base, [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
     match base.rstrip("_") if target is not None else "":
         case "copy":
@@ -351,7 +359,10 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Gives the tensor itself to code that reads a number from a tensor of the device "meta"."""
+    """Makes `item()` of a tensor on the device "meta" return the tensor itself.
+
+    Multiplies an operand by such a tensor if it is passed as `alpha` or `value`, because torch accepts only numbers there.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -364,7 +375,7 @@ class _LazyNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_CHANGING = threading.RLock()  # held while globals of an optimizer's module are replaced
+_CHANGING = threading.RLock()  # locked while globals of an optimizer's module are replaced
 
 
 @contextmanager
@@ -385,7 +396,7 @@ def _lazy_numbers(optimizer: type) -> Iterator[None]:
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    """Variant of `max` or `min` that clamps a tensor by numbers."""
+    """Returns a variant of `max` or `min`. It clamps its tensor if one argument is a "meta" tensor and the others are numbers."""
 
     def chosen(*values: Any, **how: Any) -> Any:
         tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
@@ -401,14 +412,17 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 
 
 class RecordedStep:
-    """The step of an optimizer for similar parameters of a group, the numbers in it that change, and the initial state."""
+    """Recorded step for the parameters of a group that have the same key `words`.
+
+    Also has the indices of numbers that change between steps, and the initial state.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
         wide = torch.promote_types(dtype, torch.float32)
         own, self._shadow = Shadow(optimizer, group, shape, dtype), Shadow(optimizer, group, shape, wide)
         own.step()
-        self.entries: dict[str, torch.Tensor] = own.tensors  # entries of the state that are inputs of a program, as tensors without memory
+        self.entries: dict[str, torch.Tensor] = own.tensors  # state entries that are inputs of a program, as "meta" tensors
         first = self._shadow.step()
         self._entries, self.order = self._shadow.tensors, list(self._shadow.state)
         self._hosts = {key: value for key, value in self._shadow.state.items() if _is_host(value)}
@@ -437,7 +451,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Steps in which one scheduled option is slightly changed. Options for which the optimizer's code then fails are left out."""
+        """Records one step for each scheduled option, with a slightly changed value. Omits options for which this fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -456,12 +470,12 @@ class RecordedStep:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Key of the step. Parameters with equal keys have equal numbers."""
+        """Key of the step. Parameters with equal keys have the same ops, numbers and initial state."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """Returns the step that follows a state on the host. The state is None before the first step. Raises ArgumentError if the step
+        """Records the step that starts from the host state `host`, which is None before the first step. Raises ArgumentError if the step
         differs from the compiled one. `name` is the module's name for the message.
         """
         entries = {key: self._entries[key] for key in self.entries}
@@ -496,7 +510,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """A slightly changed option. `of_zero` if it is 0, and None if it is not a number."""
+    """Returns a slightly changed option. Returns `of_zero` if the option is 0, and None if it is not a float."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

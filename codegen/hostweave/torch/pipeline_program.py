@@ -1,4 +1,4 @@
-"""The program of a pipeline: its inputs, and the passes of all micro-batches through all stages."""
+"""The program of a pipeline. It runs the forward and backward passes of all micro-batches in all stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hostweave.types.tensor import TensorType
 
 
 class PipelineInputs:
-    """Inputs of a pipeline's program, by name, and the steps of the optimizer for its stages."""
+    """Inputs of a pipeline's program, and the optimizer steps of its stages."""
 
     def __init__(
         self, stages: list[Stage], names: list[str], microbatches: int, optimizer: torch.optim.Optimizer | None, clip: float | None
@@ -47,7 +47,7 @@ class PipelineInputs:
         return list(dict.fromkeys(stage.mesh for stage in self.stages))
 
     def _enter(self, key: Any, name: str, type: TensorType) -> str:
-        """Returns the input of the program for a value. Adds it if it is new."""
+        """Returns the name of the program's input for the value with this key. Adds the input if the key is new."""
         if key not in self.name_of:
             self.name_of[key] = unique_name(name, self.types)
             self.types[self.name_of[key]] = type
@@ -82,7 +82,7 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. It returns the loss. With an optimizer, norms and new values follow, otherwise gradients."""
+    """Records the program. Its first result is the loss. Gradients follow, or with an optimizer: norms and new values."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
@@ -102,7 +102,7 @@ class _Recording:
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # (stage, micro-batch) -> results and saved values
         self.moved: dict[Any, hw.Tensor] = {}  # result of a stage, moved to a stage that reads it
         self.tangents: dict[Any, hw.Tensor] = {}  # gradients of the results of stages
-        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that a first half saves for the second
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that the first half of a backward pass saves for the other
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
         self.losses: list[hw.Tensor] = []
 
@@ -121,7 +121,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """With clipping, the norm of all gradients on each part of the mesh, followed by the new parameters and state of each stage."""
+        """Returns the new parameters and state of each stage. With clipping, the gradient norm on each stage's mesh precedes them."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():
@@ -140,13 +140,13 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """Shards a gradient like its parameter if that is a DTensor. Otherwise replicates it."""
+        """Shards a gradient like its parameter if the parameter is a DTensor. Otherwise replicates the gradient."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
 
     def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor:
-        """Value for an input of a stage's function that is a tensor of the module, a constant, or an argument of the stage."""
+        """Value of an input of a stage's function: a tensor of the module, a constant, or an argument of the stage."""
         if name in part.graph.bound:
             return self.inputs[id(part), name]
         if path := part.graph.parameters.get(name):
@@ -172,8 +172,8 @@ class _Recording:
             self.losses.append(self.results_of[stage.number, one][loss])
 
     def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
-        """Calls a function of the backward pass. `returned` has, for each result, the index of the joint graph's tensor, or the value's
-        name."""
+        """Calls a function of the backward pass. `returned` describes each result. An index means the gradient of that source of the joint
+        graph, and a name means a saved value."""
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -212,7 +212,7 @@ class _Recording:
 
 
 def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
-    """Moves a value to a mesh, with the sharding of a type."""
+    """Moves a value to a mesh. The result has the sharding of `type`."""
     if value.type.mesh == mesh:
         return value
     return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)

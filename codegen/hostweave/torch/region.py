@@ -39,7 +39,7 @@ from hostweave.types.mesh import Mesh
 
 @dataclass
 class ModelPart:
-    """A part of a model between two breaks, for `explain`. If it runs eagerly, `why` is the reason."""
+    """A part of a model between two graph breaks, as `explain` reports it. `why` is the reason if it runs eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
@@ -49,7 +49,7 @@ class ModelPart:
 
 @dataclass
 class RegionPlan:
-    """Name for a model's programs, its mesh, the stated shardings, and the target and options of `compile`."""
+    """Settings for the regions of a model: name, mesh, stated shardings, and the target and options of `compile`."""
 
     name: str
     mesh: Mesh | None
@@ -57,8 +57,8 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values. Raises ArgumentError unless the mesh of its DTensors has the ranks of this process's
-        group."""
+        """Mesh for a graph with these values. Raises ArgumentError if this process has no group, or if the mesh of the DTensors has another
+        number of ranks than the group."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -73,7 +73,7 @@ class RegionPlan:
 
 
 class Region:
-    """A graph of Dynamo as a module on global tensors, and its programs. It is called with the arguments of the graph."""
+    """A graph of Dynamo and the programs compiled for it. Call it with the arguments of the graph."""
 
     def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._plan, self._graph, self._part = plan, graph, part
@@ -101,7 +101,7 @@ class Region:
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Returns the values of the graph. They are DTensors if the graph has DTensors."""
+        """Runs the program for these arguments. Returns DTensors if the graph contains DTensors."""
         program = self._program(given, _Examples(self, given))
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
@@ -109,7 +109,7 @@ class Region:
 
     @cached_property
     def _taken(self) -> dict[str, Any]:
-        """Placeholders of the values that a call passes to the program, by the program's names for them."""
+        """Maps the program's argument names to the placeholders whose values a call passes."""
         found = dict[str, Any]()
         for node in self._places:
             if node.name not in self._held and isinstance(value_of(node), torch.Tensor):
@@ -184,7 +184,7 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Copies modules and source lines from the nodes of Dynamo's graph. Skips the results of modules that a graph break cuts in two."""
+        """Copies modules and source lines from the nodes of Dynamo's graph. Ignores the result of a module that a graph break splits."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:
@@ -200,7 +200,7 @@ class Region:
 
 
 class _Module(nn.Module):
-    """The module that torch.export runs for a region's graph. It has the parameters and buffers, and takes global tensors."""
+    """The module that torch.export runs for a region's graph. It has the parameters and buffers, and its arguments are global tensors."""
 
     def __init__(self, region: Region, numbers: Mapping[str, int]):
         super().__init__()
@@ -230,7 +230,7 @@ class _Module(nn.Module):
 
 
 class _Examples:
-    """Arguments for which the program of a region is compiled. They come from Dynamo's trace or from a call."""
+    """Arguments for which the program of a region is compiled: those of Dynamo's trace, or those of a call."""
 
     def __init__(self, region: Region, given: Sequence[Any] | None = None):
         self.numbers, self.tensors, self.dynamic = dict[str, int](), dict[str, torch.Tensor](), dict[str, Any]()

@@ -2,7 +2,7 @@
 
 Two modules of a list are equal under three conditions. They have the same structure. All attributes that the first one reads while it is
 traced are equal in the second. Both are called with equal arguments, except for the values of tensors. Attributes that are never read may
-differ. After ops were decomposed, the nodes of the first layer are copied for the others.
+differ. After decomposition, a copy of the first layer's nodes replaces each of these ops.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of one. Copies of its nodes replace the ops `layer` that have its number."""
+    """A traced layer, or the derivative of a traced layer. A copy of its nodes replaces each op `layer` that has its number."""
 
     path: str
-    arguments: int = 0  # number of tensors that are arguments of the layer; those after them are the state of a cache
+    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows them
     layer: Traced | None = None  # for a derivative: the layer
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
@@ -68,7 +68,7 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. `key` is equal for calls of equal layers, and None if objects cannot be compared."""
+    """A call of a layer. `key` is equal for calls of equal layers. It is None if an argument cannot be compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -97,7 +97,7 @@ class _First:
 
 
 class Repeats:
-    """Makes equal layers of a module be traced only once, inside `standing_in`. `how` says for the path of each layer how it was traced."""
+    """Traces equal layers of a module only once, inside the `with` block of `standing_in`. `how` describes each layer's trace, by path."""
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}
@@ -108,7 +108,7 @@ class Repeats:
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         }
         self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
-        self._traced: list[Traced] = []  # all of them, including those that represent no other layer
+        self._traced: list[Traced] = []  # all traced layers, because `_traced` has only weak references
         self._is_inside = self.has_indices = False
 
     @contextmanager
@@ -169,8 +169,8 @@ class Repeats:
         return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why the first layer of an exported graph cannot represent the others: code outside depends on its inner values or on its
-        writes."""
+        """Reason why a traced layer cannot represent equal layers, or "". A reason is a value that crosses its boundary without being an
+        argument or a result, or a write in place."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)
@@ -211,7 +211,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
-    """Describes how a layer differs from a traced one. "" if they compute the same."""
+    """Describes how a layer differs from a traced one. Returns "" if both compute the same."""
     if structure != first.structure:
         return "its structure differs"
     if call.key != first.call.key:
@@ -249,8 +249,8 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Records, inside the `with` block, the attributes that submodules of a layer read, by path, and the names of attributes that are
-    written. With `has_cache` a submodule reads an `Index` as its index in a cache.
+    """Records attribute accesses of a layer's submodules inside the `with` block. Yields the attributes that were read, by path, and the
+    names of written attributes. With `has_cache`, a submodule that reads its index in a cache gets an `Index`.
     """
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
@@ -288,7 +288,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
 
 def write_out(graph: Graph) -> None:
-    """Replaces each op that stands for a layer, or for its derivative, by a copy of the traced one's nodes."""
+    """Replaces each op `layer` by a copy of the nodes of the traced layer, or traced derivative, that has its number."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)
@@ -332,12 +332,12 @@ def _written_by(node: Any) -> list[Node]:
 
 
 def _is_begun(node: Any) -> bool:
-    """True for a tensor that a traced layer takes."""
+    """True if a node is an input tensor of a traced layer."""
     return node.target is operator.getitem and node.args[0].target is ops.layer_begins.default
 
 
 def _root(node: Any) -> Any:
-    """Node that owns the memory of a node, which may be a view."""
+    """Node that owns the memory of a node. Follows views to the tensor that they alias."""
     while node.args and isinstance(node.args[0], Node) and not _is_begun(node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not any(one.alias_info for one in schema.returns):
@@ -347,8 +347,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """Copies the nodes between `begin` and `end`. In the copies, operands of the node `before` replace the arguments. Returns the results,
-    and adds each copy to `of`."""
+    """Copies the nodes between `begin` and `end` to a position before the node `before`. The operands of `before` replace the layer's
+    inputs. Returns the results of the copy. Adds each copy to `of`, which maps nodes to copies."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):
@@ -360,7 +360,7 @@ def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str
 
 
 def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
-    """Metadata of a copied node, with the modules of the layer that the copy belongs to."""
+    """Module stacks of a copied node. The path `own` of the copy's layer replaces the path `path` of the traced layer."""
 
     def moved(at: str) -> str:
         return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at

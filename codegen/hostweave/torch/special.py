@@ -17,7 +17,7 @@ _FAR = 25.0  # above this argument, asymptotic expansions have an error below 1e
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rule for an op: narrower floats are computed in float32, and ints give float32."""
+    """Returns the rule of an op. It computes in float32. The result has the dtype of the first float operand, or float32 for ints."""
 
     def rule(x: Any, *others: Any) -> Any:
         given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
@@ -34,8 +34,8 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """Mean of a function of x and an angle over angles from 0 to pi, by the trapezoidal rule. It converges fast if the even continuation of
-    the function is smooth."""
+    """Mean of a function of x and an angle over angles from 0 to pi, by the trapezoidal rule. It converges fast if the
+    even continuation of the function is smooth."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
@@ -54,7 +54,7 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the expansion in 1 / (8 x), which all Bessel functions of large arguments share."""
+    """Even and odd part of the asymptotic expansion in 1 / (8 x). All Bessel functions use it for large arguments."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k
@@ -185,7 +185,7 @@ def _spherical_j0(x: Any) -> Any:
 # --- gamma and error functions ----------------------------------------------------------------------------------------
 
 _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
-_SHIFT = 10  # arguments are increased by this before asymptotic expansions are used
+_SHIFT = 10  # increment of arguments before asymptotic expansions are used
 
 
 def _of_positive(n: int, x: Any) -> Any:
@@ -313,7 +313,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_ndtri": _ndtri,
     "special_erfcx": _erfcx,
 }
-# Ops whose derivatives torch has.
+# Ops that torch differentiates by its own rules.
 _WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special_ndtri special_erfcx"
 DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Translates a graph of ATen ops to a fusion. Repeated modules of a class, such as layers, become one function."""
+"""Translates a graph of ATen ops to a fusion. Equal layers of a module become calls of one function."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """Records `_program` as a fusion. With `names`, the graph's update is omitted."""
+    """Records the graph as a fusion. Omits the graph's update if `names` is given."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -73,8 +73,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
     """Returns the function that records a graph.
 
-    With `names`, the graph's update is omitted, and `names` is filled with the name of each node's value, or "" for an input. Several nodes
-    may have the same value.
+    If `names` is given, the function omits the graph's update, and names the values of the nodes in `names`. It stores each name in
+    `names`, or "" for an input. Several nodes may have the same value.
     """
     update, names = (None if names is not None else graph.update), names or {}
 
@@ -98,7 +98,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         for (number, node), value in zip(outputs, made, strict=True):
             label = graph.labels[number] if graph.labels else graph.keys.get(node)
             if label and value._op is not None:
-                value.named(unique_name(label, value._trace.named))  # unique, because an argument may have that name
+                value.named(unique_name(label, value._trace.named))  # unique, because an argument may have the same name
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"
@@ -114,8 +114,11 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """Reshards an output to the sharding that the plan states for its module, or that the graph states. The default is replicated."""
-    if number < len(graph.written):  # the output gets the sharding of the tensor that it is written to
+    """Reshards an output to its sharding in `graph.results`.
+
+    Without `graph.results`, the default is sharded by rows or replicated, unless the plan or the module states a sharding.
+    """
+    if number < len(graph.written):  # the output has the sharding of the tensor to which it is written
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
@@ -125,7 +128,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
-    """Operand that one node passes to another: a tensor of the fusion, or a number."""
+    """Value of `node` as an operand of `user`: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
             values[node] = resharded(values[node], graph.gathered[node])
@@ -146,7 +149,7 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
 
 
 def _takes_tensors(node: Node) -> bool:
-    """True if an op may distinguish a number from a tensor of one element. Pointwise ops do not distinguish them."""
+    """True if an op may require a tensor instead of a number. Pointwise ops accept both."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
@@ -186,7 +189,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """Name of the innermost module if the value is the module's result, which then gets this name. Otherwise None."""
+    """Variable name for a node's value: the name of the innermost module if the value is its result. Otherwise None."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -198,8 +201,8 @@ def _word(node: Node) -> str | None:
 
 
 def state_written(graph: Graph, name: str, options: Options) -> None:
-    """States the shardings of written arguments, such as caches, that the plan does not state: they get the sharding of the values written
-    to them."""
+    """States the shardings of written arguments, such as caches, that are not in the plan. An argument gets the sharding of the value that
+    is written to it."""
     sources = {
         graph.names[node]: source
         for node, value in graph.written.items()
@@ -220,9 +223,9 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 
 
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
-    """Shardings of values between layers, inferred from a program without functions.
+    """Infers the types of values between layers from a program without functions.
 
-    That program has only two of several equal layers. The results of the second one represent the results of the others.
+    The program contains only the first two of several equal layers. The results of the second layer represent those of the others.
     """
     if graph.mesh.size == 1:
         return {}
@@ -241,7 +244,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
-    """Shardings of the values of these nodes, inferred from a program without functions."""
+    """Infers the types of the values of nodes, with their shardings, from a program without functions."""
     types = _with_shardings(_fusion(graph, name, starts, names), options).types
     return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
 
@@ -254,13 +257,13 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if program inputs that a layer reads are sharded like the values that equal layers read in their place."""
+    """True if each program input of a layer has the same type as the value that equal layers read instead of it."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
 def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
-    """Function for a group of equal layers. A value between layers has the sharding that it has after the first layer."""
+    """Returns the function of a group of equal layers. Values between layers have the sharding inferred for the first layer's results."""
     assert layer is not None
     taken: dict[str, None] = {}
     names: list[str] = []

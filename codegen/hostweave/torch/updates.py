@@ -1,4 +1,4 @@
-"""The part of a program that makes an optimizer's step: it updates parameters and their state in place."""
+"""The part of a program that computes an optimizer's step. It updates parameters and their state in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ODD = "not_finite"  # input: number of gradient elements that are not finite, i
 
 
 class Updated(NamedTuple):
-    """A parameter that the step updates: its input of the program, its path in the module, its tensor, and the recorded step."""
+    """A parameter that the step updates. `name` is its input of the program, and `path` is its path in the module."""
 
     name: str
     path: str
@@ -33,7 +33,7 @@ class Updated(NamedTuple):
 
     @property
     def layer(self) -> tuple[str, str]:
-        """Path of the list that contains the parameter's module, and the module's index. Only the path if there is no list."""
+        """Path of the outermost list that contains the parameter, and the index in the list. Without a list: (own path, "")."""
         words = self.path.split(".")
         at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
         return ".".join(words[:at]), "".join(words[at : at + 1])
@@ -45,7 +45,7 @@ class Updated(NamedTuple):
 
     @property
     def entries(self) -> dict[str, str]:
-        """Maps the role of each value that the step reads (parameter or entry of the state) to the suffix of the value's name."""
+        """Maps the key of each value that the step reads (`PARAMETER` or a state entry) to the suffix of the value's name."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
@@ -64,9 +64,9 @@ class Updated(NamedTuple):
 
 
 def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
-    """Returns the parameters that get gradients. Each is given as its input of the program, its path and its tensor.
+    """Records the optimizer's step for each parameter. `parameters` yields (input of the program, path, tensor).
 
-    Raises ProgramError for an optimizer that does not fit.
+    Raises ProgramError if the optimizer has hooks, lacks a parameter, or is not a torch.optim.Optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass one that has the parameters of the module")
@@ -87,9 +87,9 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer for the parameters of a program. `taken` are the names of the program's other inputs.
+    """The step of an optimizer for the parameters of a program. `taken` contains the names of the program's other inputs.
 
-    Names of the functions that it records begin with `prefix`.
+    The names of recorded functions begin with `prefix`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
@@ -122,7 +122,7 @@ class Updates:
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """New values of `written`, or their old values if `odd` is above 0. Equal layers are updated by calls of one function."""
+        """Computes the new values of `written`. They are the old values if `odd` is above 0. Equal layers share one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
@@ -164,8 +164,8 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Function that updates a layer. Its arguments are the operands in `_names_in`. It computes in 32 bits, or in 64 bits for 64-bit
-        values."""
+        """Returns a function that updates a layer. Its arguments are the keys of `_names_in`. It computes in 64 bits for 64-bit values, and
+        otherwise in 32 bits."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
@@ -194,7 +194,7 @@ class Updates:
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
 
     def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """Changing numbers for the next step, as inputs of the program, and the state on the host after the step, for each parameter."""
+        """Computes the next step's changing numbers, as inputs of the program. Also returns each parameter's host state after the step."""
         numbers: dict[str, torch.Tensor] = {}
         hosts: dict[int, dict[str, Any]] = {}
         for members, names in zip(self._kinds, self._numbers, strict=True):
@@ -217,11 +217,11 @@ class Updates:
         return host if host or state.keys() == {*one.recorded.order} else None
 
     def has_state(self) -> list[bool]:
-        """For each parameter, True if its state exists before the step."""
+        """Returns for each parameter True if its state exists."""
         return [bool(self.optimizer.state.get(one.parameter)) for one in self.parameters]
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """Parameters and the tensors of their state, on this rank."""
+        """Maps names to the local tensors of parameters and of their state. Creates missing state entries."""
         found: dict[str, torch.Tensor] = {}
         for one in self.parameters:
             state = self.optimizer.state[one.parameter]
@@ -238,7 +238,7 @@ class Updates:
                 self.optimizer.state.pop(one.parameter)
 
     def ended(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Stores the state on the host after the step."""
+        """Stores the host state after the step in the optimizer."""
         for one, host in zip(self.parameters, hosts, strict=True):
             increment_version(one.parameter)  # torch does not see the program's write
             state = self.optimizer.state[one.parameter]
@@ -275,12 +275,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor of the host in stream order. The host does not wait, because the copy of a pinned tensor is asynchronous."""
+    """Copies a host tensor to a device in stream order. The host does not wait, because copies from pinned memory are asynchronous."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
-    """Entry of the state before the first step."""
+    """Creates a state entry with its value before the first step."""
     if entry.shape == parameter.shape:
         return torch.full_like(parameter.detach(), value, dtype=entry.dtype)
     if isinstance(parameter, DTensor):
