@@ -63,7 +63,9 @@ def compile(
     microbatches: int = 1,
     loss: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
-    """Compiles a module for the ranks of a mesh: its forward pass, with `training` also its backward pass, with `optimizer` a whole step.
+    """Compiles a module for the ranks of a mesh.
+
+    Compiles the forward pass. With `training`, also compiles the backward pass. With `optimizer`, compiles a whole training step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. Names may have wildcards. A pattern may omit the
     first components of a path, but its last component must match that of the path. An entry is one of:
@@ -88,7 +90,7 @@ def compile(
     loss. The step of a torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and
     its state.
 
-    `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
+    `clip_grad_norm` is the maximum of the norm over all gradients, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
     torch.amp.GradScaler for 16-bit gradients. A call that updates parameters also does the work of its methods `scale`, `unscale_`, `step`
     and `update`.
@@ -102,10 +104,10 @@ def compile(
     the regions between the breaks as programs, and the rest eagerly. Its `explain` lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
-    pp for the stages. Stage s is at coordinate `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch.
+    pp for the stages. Stage s is at coordinate `s % pp`. A stage reads the results of the previous one. `example_inputs` is a whole batch.
     A call splits it along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last argument of
     a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto" the
-    cost model chooses the order. `optimizer` has the parameters of all stages, but a rank keeps only the state for its stages.
+    cost model chooses the order. `optimizer` has the parameters of all stages, but each rank stores only the state of its stages.
     `clip_grad_norm` is then the maximum norm of the gradients of all stages together.
 
     Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops, with the lines

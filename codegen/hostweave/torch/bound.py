@@ -25,7 +25,7 @@ from hostweave.torch.ranges import Ranges
 
 
 class Copies:
-    """Copies of those tensors, by name, that a program cannot read in place because of their layout."""
+    """Copies of tensors whose layout prevents a program from reading them in place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
@@ -50,10 +50,10 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 class ProgramPart:
-    """A program, and the module's tensors that it reads. It is called with all other inputs, by name.
+    """A program, and the module's tensors that it reads. A call passes all other inputs by name.
 
-    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns of a whole tensor
-    is not contiguous, so it cannot be read in place. If ranks of a group have such a tensor whole, the program takes the whole tensor.
+    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns is not contiguous,
+    so it cannot be read in place. If each rank of a group has the whole tensor, the program therefore reads the whole tensor.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -65,11 +65,11 @@ class ProgramPart:
         self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are known only when the program runs
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """Returns the part that computes a call. It may have been compiled for the range of sizes that the call is in."""
+        """Returns the part that computes a call. The part may be compiled for a range that contains the sizes of the call."""
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph. In a group they are blocks of this rank, otherwise global tensors that this process computes."""
+        """Returns the values of the graph. They are blocks of this rank in a group, and otherwise global tensors."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -92,7 +92,7 @@ class ProgramPart:
         return list(map(value, self.graph.returned))
 
     def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
-        """Captures a call of this rank as a graph. Also returns the copies that the graph reads."""
+        """Captures a call of this rank as a CUDA graph. Also returns the copies that the graph reads."""
         program, copies = self._bound.get(group.rank) or self._bind(group.rank)
         copies.renew()
         given: dict[str, Any] = {**arrays}
@@ -103,7 +103,7 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program can read in place. Also returns copies of the others: blocks of a rank, or global tensors."""
+        """Binds the tensors that the program can read in place. Also returns copies of the other tensors."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
@@ -127,7 +127,7 @@ class ProgramPart:
         return block  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """Names of tensors that each rank has whole, and whose blocks are not contiguous."""
+        """Names of tensors whose blocks are not contiguous, and of which each rank has all elements."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()

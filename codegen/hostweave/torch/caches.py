@@ -1,5 +1,5 @@
-"""Caches of transformers as arguments of a compiled module. Their tensors are inputs. All other attributes must equal those at compile
-time."""
+"""Caches of transformers as arguments of a compiled module. Their tensors are inputs of the program. All other attributes must have the
+values that they had at compile time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 
 class Form:
-    """A cache without its tensors. If two forms are equal, a program that was compiled for one also accepts the other."""
+    """A cache without its tensors. A program that was compiled for one cache accepts every cache of an equal form."""
 
     def __init__(self, cache: Any):
         self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
@@ -103,7 +103,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if a layer has tensors with at least one dim. A cache without tensors gets them at its first call."""
+    """True if a layer has tensors with at least one dim. The first call with a cache allocates its tensors."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -114,7 +114,7 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """Returns a cache of zeros with global sizes, for the cache of a rank. `whole` maps names to global sizes of sharded dims, and has 0
+    """Returns a cache of zeros with the global sizes of a rank's cache. `whole` maps names to the global sizes of sharded dims. It has 0
     for other dims."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
@@ -128,7 +128,7 @@ class Snapshot:
         self._held = _held(cache)
 
     def equals(self, cache: Any) -> bool:
-        """True if the cache has the same tensors in the same memory, and its other values are unchanged."""
+        """True if the cache's tensors have the same memory, shapes and dtypes, and its other values are unchanged."""
         if len(cache.layers) != len(self._held) - 1:
             return False
         return all(_holds(vars(one), held) for one, held in zip((cache, *cache.layers), self._held, strict=True))
@@ -151,9 +151,9 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 class Kept:
-    """Keeps the tensors of a cache for the next cache with the same sizes. A graph that was captured for them can then be launched again.
+    """Keeps the tensors of a cache for the next cache with the same sizes. A CUDA graph that was captured with them can then be reused.
 
-    `empty` is the form of the cache before its tensors were allocated, and `allocated` its form afterwards. `sizes` are the values that
+    `empty` is the form of the cache before its tensors were allocated. `allocated` is its form afterwards. `sizes` are the values that
     determine the sizes of the tensors.
     """
 
@@ -162,7 +162,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Gives the tensors, set to 0, to a cache without tensors. Returns False if another cache still uses them or if they do not fit."""
+        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses them or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:
@@ -174,7 +174,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Updates the caches of a call as the module does: copies the attributes of the returned caches to the given ones."""
+    """Copies the attributes of returned cache layers to the given caches, because the module itself would update the given caches."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:
@@ -187,8 +187,8 @@ Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a laye
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
-    """Returns the requests for tensors that a module sends to layers of a cache without tensors. `run` calls the module, given a copy of
-    the cache and a function that converts other arguments to tensors without memory.
+    """Records the arguments with which a module asks the layers of a cache to allocate tensors. `run(trial, fake)` calls the module.
+    `trial` is a copy of the cache, and `fake` converts other arguments to fake tensors.
     """
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
@@ -198,7 +198,7 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Inside torch.export, modules take other branches. The patch selects the same ones: experts then use ops that fake tensors support.
+    # Modules check this flag, and use other ops under torch.export. The patch selects these ops, which fake tensors support.
     with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked

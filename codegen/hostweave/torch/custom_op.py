@@ -13,11 +13,11 @@ from hostweave.types.tensor import bind_sizes, global_shape, local_outputs
 
 
 def as_torch_op(program: Program, name: str) -> Any:
-    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. It is called with the program's inputs in
-    order.
+    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. The arguments of the op are
+    the program's inputs in order.
 
     The op has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process
-    that has joined a group, a call runs this rank, like `program(...)`. Otherwise it runs all ranks in this process, like
+    that has joined a group, a call runs its rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
     `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
     Raises ArgumentError if the name has no namespace or is taken, or if the program donates inputs.

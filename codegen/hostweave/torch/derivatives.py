@@ -1,6 +1,6 @@
 """Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Each other layer is one op, and its derivative
-is one op. Layers are equal if they compute the same, and the same arguments require grad. After the first layer and its derivative were
-traced, their nodes are copied for the other layers.
+is one op. Layers are equal if they compute the same, and the same arguments require grad. Copies of the nodes of the first layer and
+of its derivative later replace these ops.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _FirstDerivative:
 
 
 class Derivatives:
-    """Traced layers of a graph, in `firsts`. The list is cleared before each trace, because AOTAutograd traces a graph twice."""
+    """Traced layers of a graph. `firsts` is cleared before each trace, because AOTAutograd traces a graph twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
@@ -36,7 +36,7 @@ class Derivatives:
         self.firsts: dict[object, _FirstDerivative] = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Results of a layer for these arguments, with gradients."""
+        """Computes the results of a layer for these arguments. The results have gradients."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
         if first := self.firsts.get(key):
 
@@ -85,8 +85,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op of a layer. Its derivative is another op. That op takes the gradients of the results with indices `given`, and returns the
-    gradients of the values with indices `made`."""
+    """An op of a layer. Its derivative is another op. The derivative reads the gradients of the results with indices `given`. It returns
+    the gradients of the values with indices `made`."""
 
     op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
     derivative: Callable[[list[Any], int], Any]

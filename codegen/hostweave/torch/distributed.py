@@ -52,7 +52,7 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Repeats the rows of each argument `count` times, to get the shapes of the rows of all ranks. Also returns the total number of rows.
+    """Repeats the rows of each argument `count` times, so that it has as many rows as all ranks. Also returns the total number of rows.
 
     Rows are the first dim of the first tensor. Tensors whose first dim has another size are not changed.
     """
@@ -70,8 +70,8 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 @contextmanager
 def on_global_tensors(module: nn.Module) -> Iterator[None]:
-    """Replaces DTensors among the parameters and buffers, inside the `with` block, by fake tensors of their global shapes. Disables the
-    forward hooks of torch.distributed.tensor and of fully_shard.
+    """Replaces DTensors of the module by fake tensors with their global shapes, inside the `with` block. Disables the forward hooks of
+    torch.distributed.tensor and of fully_shard.
 
     Floating-point parameters get the `param_dtype` of their MixedPrecisionPolicy. Arguments and results are cast as the policy says.
     """
@@ -110,7 +110,7 @@ def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """For parameters that `fully_shard` casts: the dtype in which each is used, by its id."""
+    """Maps the id of each parameter that `fully_shard` casts to the dtype of its uses."""
     found = {}
     for state in states(module).values():
         dtype = state._mp_policy.param_dtype

@@ -16,7 +16,7 @@ from hostweave.torch.nodes import OF_TORCH, location
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import AxesOfDims, text_of
 
-MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps; names the node of Dynamo's graph
+MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps; the value names the node of Dynamo's graph
 
 
 class GlobalRun(Interpreter):
@@ -122,7 +122,7 @@ def refused_nodes(why: str, nodes: list[Any]) -> ProgramError:
 
 
 def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
-    """Nodes of a graph that an error names as unsupported, and equal nodes of the same lines, each with the reason."""
+    """Maps unsupported nodes to the reason: nodes that an error names, and nodes of the same source line with the same op."""
     marks = {(node.meta.get("custom") or {}).get(MARK, node.name) for node in getattr(error, "nodes", ())}
     calls = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     found = [node for node in calls if node.name in marks]

@@ -62,7 +62,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Sizes:
-    """The numbers that stand for unknown sizes of the tensors of a call."""
+    """Numbers that represent unknown sizes of a call's tensors."""
 
     def __init__(self, name: str, tensors: Sequence[hw.Tensor]):
         symbols = sorted({symbol for x in tensors for dim in x.type.dims for symbol in dim.size.symbols})
@@ -77,7 +77,7 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """Shape of a recorded value, with sizes in place of the numbers that stand for them."""
+        """Shape of a recorded value. Sizes replace the numbers that represent them."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:

@@ -1,7 +1,7 @@
-"""The state of a cache of transformers that one layer of a model uses, and the layer's index in the cache.
+"""The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `Part` puts a watched list in place of `cache.layers`, and the layer's `layer_idx` is an `Index`. These record
-whether the layer uses more of the cache than its own state, and whether its index has effects besides the choice of this state.
+While a layer is traced, `Part` replaces `cache.layers` by a watched list, and an `Index` replaces the layer's `layer_idx`. The list records
+uses of the cache beyond the layer's own state. The `Index` records uses of its value other than selecting this state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ INDEX = "layer_idx"  # attribute with the index of a module of transformers in a
 
 
 class Index:
-    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int gives the same
-    results."""
+    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int is
+    accepted."""
 
     __class__: type = int
 
@@ -31,12 +31,12 @@ class Index:
         self.value, self.is_read, self._compared = value, False, list[tuple[str, Any, Any]]()
 
     def read(self) -> int:
-        """The int, for a use that depends on its value."""
+        """Returns the int, and records that its value was used."""
         self.is_read = True
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if the recorded uses give the same results for another int."""
+        """True if the recorded uses have the same results with another int."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
@@ -73,7 +73,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. Records whether a layer other than `own` is used."""
+    """The layers of a cache. Sets `others` if more than the layer `own` is used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -101,12 +101,12 @@ class LayerState(NamedTuple):
 
     leaves: list[Any]
     spec: Any
-    sources: list[int]  # for each tensor in `leaves`: its index in the list of the tensors before the call and of all results
-    written: dict[int, int]  # index of a tensor before the call that was written to -> index of its new contents in the results
+    sources: list[int]  # for each tensor in `leaves`: index in [*tensors before the call, *results]
+    written: dict[int, int]  # index of a written tensor before the call -> index of its new contents in the results
 
 
 class Part:
-    """The part of a cache that a layer of a model may use: the state of one layer of the cache, and the cache's other attributes."""
+    """The part of a cache that a layer of a model may use: the state of one cache layer, and attributes of the cache itself."""
 
     def __init__(self, cache: Any, layer: nn.Module):
         indices = {vars(part)[INDEX] for part in layer.modules() if type(vars(part).get(INDEX)) is int}
@@ -122,7 +122,7 @@ class Part:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
 
     def key(self) -> object | None:
-        """Key that is equal for parts of equal form; None if they hold objects that cannot be compared, or one tensor twice."""
+        """Key that is equal for parts of equal form. None if the part contains one tensor twice, or an object that cannot be compared."""
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)
@@ -131,7 +131,7 @@ class Part:
 
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
-        """Inside the `with` block, the state has the tensors `begun`, and uses of other layers of the cache are recorded."""
+        """Replaces the tensors of the state by `begun`, and records uses of other cache layers inside the `with` block."""
         self._begun = [(tensor, tensor._version) for tensor in begun]
         self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
@@ -144,7 +144,7 @@ class Part:
             vars(self._cache)["layers"] = self._layers
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
-        """The state after a call, whose tensors are added to `made`. Also the reason why other layers cannot have an equal state, or ""."""
+        """Returns the state after a call, and a reason why the layer cannot represent others, or "". Adds new tensors to `made`."""
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}
@@ -161,7 +161,7 @@ class Part:
         return LayerState(leaves, spec, sources, dict(zip(written, count(len(made) - len(written)), strict=False))), why
 
     def put(self, state: LayerState, made: Sequence[torch.Tensor]) -> None:
-        """Gives the cache the state after a call. Tensors that the layer writes keep their memory."""
+        """Sets the state of the cache to that after a call. Copies new contents into the memory of written tensors."""
         for number, result in state.written.items():
             self.tensors[number].copy_(made[result])
         known = [*self.tensors, *made]
@@ -175,7 +175,7 @@ def flat(values: Any) -> tuple[list[Any], Any]:
 
 
 def with_tensors(leaves: Sequence[Any], spec: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The structure that `flat` has flattened, with other tensors."""
+    """Restores the structure that `flat` flattened, with other tensors."""
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
@@ -185,7 +185,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves. Tensors of one layout have equal keys, and so have equal numbers. None if a leaf is another object."""
+    """Keys of the leaves. Tensors of equal layout have equal keys. Equal numbers have equal keys. None if a leaf is another object."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 
@@ -199,5 +199,5 @@ def _described(leaf: Any) -> tuple[object, ...] | None:
 
 
 def _size(size: Any) -> Any:
-    """A size as a value that can be compared without a guard."""
+    """Converts a size to a value whose comparison adds no guard."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

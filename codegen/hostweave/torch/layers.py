@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module: its nodes, which are consecutive, the values from outside that they read, and their values that are read
-    outside."""
+    """A repeated module. Its nodes are consecutive. `arguments` are the outer values that they read, and `results` are their values that
+    other nodes read."""
 
     path: str
     name: str
@@ -32,24 +32,23 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that the next layer gets as this argument
+    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that is this argument of the next layer
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Each argument, with the result of the first layer that equal layers read in its place, or None."""
+        """Pairs each argument with the result of the first layer that equal layers read instead of it, or with None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
-        """Maps the index of each argument that the layer writes to, to the index of the result that is its new value."""
+        """Maps the index of each written argument to the index of the result that is its new value."""
         places = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
         return {number: places[value] for number, value in pairs if value in places}
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """Modules of a list, such as `layers.0`, that compute the same as other modules of the list. The structure of their nodes is
-    compared."""
+    """Returns the modules of lists, such as `layers.0`, that have the same structure of nodes as another module of the list."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -79,7 +78,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
 
 
 def alike(layers: list[Layer]) -> list[Layer]:
-    """Layers that compute the same as at least one other layer."""
+    """Selects the layers that are equal to at least one other layer."""
     counts = Counter(id(layer.like) for layer in layers)
     return [layer for layer in layers if counts[id(layer.like)] > 1]
 
@@ -112,8 +111,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values that several modules use, and that the first one computes only from shared tensors, such as the bias of a mask. Values of a
-    derivative are not shared.
+    """Values, such as the bias of a mask, that one module computes and other modules also use. They depend only on values outside of the
+    modules. Values of a derivative are not shared.
     """
     free, shared = set[Node](), set[Node]()
     for node in nodes:
@@ -132,8 +131,8 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that the nodes of a group are consecutive. This fails for a group if a node outside depends on the group, and the
-    group depends on that node."""
+    """Sorts nodes so that the nodes of each group are consecutive. A group is not kept together if a node
+    outside depends on it, and it depends on that node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}
@@ -179,7 +178,7 @@ def snake_case(name: str) -> str:
 
 
 def _signature(graph: Graph, layer: Layer) -> object:
-    """Key of a layer. Layers that compute the same have equal keys."""
+    """Key of a layer. Layers with equal keys can share one function."""
     number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
     number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
     stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}

@@ -1,4 +1,4 @@
-"""Loss scaling for 16-bit gradients: does the work of `torch.amp.GradScaler` in a training step that is one program."""
+"""Loss scaling for 16-bit gradients. Replaces the calls of `torch.amp.GradScaler` methods in a compiled training step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SCALE = "loss_scale"  # input of the programs: the gradient of the loss
 
 
 class LossScale:
-    """Wraps a GradScaler: provides its scale, and reports to it after each step whether the step was skipped."""
+    """Wraps a GradScaler. Returns its scale, and updates the scale after each step."""
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient shows the scaler whether other gradients are not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient is inf if a gradient of the step is not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod

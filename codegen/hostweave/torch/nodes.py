@@ -78,7 +78,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """The user's variable name for a value, or for the value that it views, if its line assigns one. Otherwise torch's name."""
+    """Name of the variable to which the user's code assigns a value, or the tensor that the value views. Otherwise torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)

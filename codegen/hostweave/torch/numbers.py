@@ -33,7 +33,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_tensors(graph: Graph) -> None:
-    """Replaces the numbers that ops take, except sizes of results. A `select` by a number becomes an `index` by a tensor.
+    """Replaces numbers among the operands of ops by tensors, except sizes of results. `select` by a number becomes an `index` by a tensor.
 
     Raises ProgramError for a number that no tensor can replace.
     """
@@ -89,15 +89,15 @@ def as_tensors(graph: Graph) -> None:
 
 
 def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition rule that keeps an op whose arguments are numbers of tensors."""
+    """Returns a decomposition rule that does not decompose an op if an argument is a symbolic number."""
     return lambda *args, **kwargs: NotImplemented if any(isinstance(one, torch.SymInt) for one in args) else rule(*args, **kwargs)
 
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Lets functions take sizes that are not fixed, and brackets take indices that are tensors without dims.
+    """Inside the `with` block, functions accept sizes that are not fixed, and brackets accept tensors without dims as indices.
 
-    Yields a list of the lines that fix sizes.
+    Yields a list, to which each line that fixes a size is added.
     """
     fixed: list[Location | None] = []
 
@@ -136,7 +136,7 @@ def symbolic() -> Iterator[list[Location | None]]:
 
 
 def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Access by brackets, in which an index that is a tensor without dims selects a view, as an int does."""
+    """Returns a variant of access by brackets. A tensor without dims as index selects a view, as an int does."""
 
     def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]

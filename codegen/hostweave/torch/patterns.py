@@ -12,7 +12,7 @@ from hostweave.torch.nodes import ATTENTION, op_of
 
 
 def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """Recognises a constant mask of attention. Returns "causal", "none" (masks nothing), or None for any other mask."""
+    """Recognises a constant mask of attention. Returns "causal", "none" if it masks no element, or None for any other mask."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool
@@ -58,8 +58,8 @@ def repeated(node: Any) -> Node | None:
 
 
 def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns x and the tables if the tables have no
-    gradient."""
+    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns (x, cos, sin), or None. The
+    tables cos and sin must have no gradient."""
     products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
     if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
         return None

@@ -1,4 +1,4 @@
-"""Pipelines: micro-batches pass through stages of a model on parts of a mesh, in one program for forward and backward pass."""
+"""Pipelines. Stages of a model run on parts of a mesh. One program runs the forward and backward passes of all micro-batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hostweave.types.tensor import TensorType
 class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
-    `program` is its program. In a group, only ranks of the last stage get the loss, and a rank gets the gradients of its stages'
-    parameters. A rank passes None for arguments that its stages do not take. If all ranks are in this process, a call takes whole
-    arguments, and returns the loss and all gradients.
+    `program` is the compiled program. In a group, only ranks of the last stage receive the loss. Each rank receives the gradients of its
+    own stages. It passes None for arguments that its stages do not read. If all ranks are in this process, pass whole arguments. A call
+    then returns the loss and adds all gradients.
 
     With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates those of its stages. With
-    `clip_grad_norm`, `grad_norm` is the norm of the gradients of all stages before clipping, in the last call.
+    `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
     """
 
     def __init__(self, inputs: PipelineInputs, program: Program, names: list[str]):
@@ -46,7 +46,7 @@ class Pipeline:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Computes the loss and the gradients for these arguments, or makes a training step. Returns None on ranks outside of the last
+        """Computes the loss and the gradients for these arguments, or runs a training step. Returns None on ranks outside of the last
         stage.
 
         Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
@@ -82,7 +82,7 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Inputs for the optimizer's step (None for those of other ranks), and the state on the host after the step, by stage."""
+        """Returns the inputs of the optimizer's step, which are None for other ranks. Also returns the host state after it, by stage."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():
@@ -116,7 +116,7 @@ class Pipeline:
         return value.detach().contiguous().chunk(count)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
-        """Array that the program takes for a tensor: this rank's block, or the whole tensor if all ranks are in this process."""
+        """Argument of the program for a tensor: this rank's block, or the whole tensor if all ranks are in this process."""
         tensor = held.detach()
         if rank is None:
             return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
@@ -158,7 +158,7 @@ def compiled_pipeline(
     optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
 ) -> Pipeline:
-    """Compiles a model that is cut into stages. Raises ProgramError if stages, plan, arguments or optimizer do not fit."""
+    """Compiles a model that is split into stages. Raises ProgramError if stages, plan, arguments or optimizer do not fit."""
     names, modules, wiring = cut(pipe)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss).train(modules[-1].training)
@@ -194,7 +194,7 @@ def compiled_pipeline(
 
 
 def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments in the order of their names."""
+    """Returns the arguments of a call in the order of `names`."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names) or len(given) != len(args) + len(kwargs) or sorted(given) != sorted(names):
         listed = ", ".join([*(f"#{number + 1}" for number in range(len(args))), *kwargs]) or "none"

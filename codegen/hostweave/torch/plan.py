@@ -1,4 +1,4 @@
-"""The sharding plan of a module: for each parameter, input and module result, by name, the mesh axes that shard it."""
+"""The sharding plan of a module. It maps names of parameters, inputs and submodules to mesh axes. A submodule's axes shard its result."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,17 +21,17 @@ AxesOfDims = tuple[tuple[str, ...], ...]  # for each dim, the mesh axes that sha
 
 @dataclass
 class Layouts:
-    """Stated shardings, by name: of parameters and buffers, of inputs, and of the results of modules."""
+    """Stated shardings by name. `parameters` includes buffers, and `outputs` has the results of modules."""
 
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
     data: set[str] = field(default_factory=set)  # mesh axes that shard batches; parameters sharded over them are gathered before use
-    rows: int = 0  # for a module that fully_shard prepared: total number of rows of all ranks; results are sharded along rows too
+    rows: int = 0  # with fully_shard: number of rows of all ranks; results are also sharded by rows
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result along its rows. Empty if it has no dim of rows."""
+        """Sharding of an argument or result by rows. Empty if its first dim is not the dim of rows."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
@@ -92,7 +92,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
 
 
 def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Entries of a plan, without those that only state shardings of inputs."""
+    """Returns the plan without entries that state only shardings of inputs."""
     names = [*dict(tensors_of(module)), *dict(module.named_modules())]
     words = {name.rpartition(".")[2] for name in names}
     return {
@@ -111,14 +111,14 @@ def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers of a module, under each of their names."""
+    """Yields the parameters and buffers of a module. Yields a tied tensor once for each of its names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
     """Names that match a pattern. The last word of the pattern must match the last word of the name. So `layers.*` matches the layers, but
-    no module inside them."""
+    not modules inside of them. Raises ProgramError if no name matches."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -134,12 +134,12 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
 
 
 def text_of(layout: AxesOfDims) -> str:
-    """Text for a sharding, as it is written in a plan."""
+    """Formats a sharding as the text that a plan uses."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
 def axes_of(text: str) -> AxesOfDims:
-    """Parses text such as `tp, -` or `dp+tp, -`: for each dim its mesh axes, outermost first, or "-"."""
+    """Parses text such as `tp, -` or `dp+tp, -`. Each dim has its mesh axes, outermost first, or "-"."""
     return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
 
 
@@ -156,7 +156,7 @@ def _of_text(text: str, pattern: str, mesh: Mesh) -> AxesOfDims:
 
 
 def _axis(pattern: str, mesh: Mesh) -> str:
-    """The mesh axis to which torch's parallel styles apply."""
+    """Mesh axis of torch's parallel styles: `tp`, or the only axis of the mesh."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1 or "tp" in names:
         return "tp" if "tp" in names else names[0]
@@ -164,15 +164,15 @@ def _axis(pattern: str, mesh: Mesh) -> str:
 
 
 def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
-    """Sharding for a placement along one mesh axis. None if the placement states no sharding."""
+    """Sharding for a placement along one mesh axis. None if the placement is neither Shard nor Replicate."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Yields the shardings that a style of torch.distributed.tensor.parallel states for a module. Defaults of the style are inferred
-    instead."""
+    """Yields the shardings that a style of torch.distributed.tensor.parallel states for a module. Omits defaults
+    of the style, because they are inferred."""
     dims = 3  # [batch, sequence, features], the layout of activations in torch
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
@@ -205,7 +205,7 @@ def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
     for axis, placement in zip(names, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
-        elif isinstance(placement, _StridedShard):  # a later axis shards the dim first, as with `fully_shard` after `parallelize_module`
+        elif isinstance(placement, _StridedShard):  # a later mesh axis is outer, as with `fully_shard` after `parallelize_module`
             inner.append((axis, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")

@@ -1,4 +1,4 @@
-"""Programs of an exported module: one for the forward pass, two for forward and backward pass, or one for a whole training step."""
+"""Compiles the programs of an exported module: the forward pass, the forward and the backward pass, or a whole training step."""
 
 from __future__ import annotations
 

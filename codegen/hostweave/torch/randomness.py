@@ -33,7 +33,7 @@ _DRAWN = {  # op -> distribution
 
 
 def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
-    """Seeds for a call of the module `name`, u32 on the CPU: the same on all ranks of the group, which all call it.
+    """Draws seeds for a call of the module `name`, u32 on the CPU. All ranks of the group call this, and get the same seeds.
 
     They come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that generator, so
     rank 0 draws for all of them. Raises ArgumentError if the generators of processes are in different states.
@@ -60,7 +60,7 @@ def _exchanged(name: str, seeds: list[int], group: Group) -> list[str]:
 
 
 def with_seeds(graph: Graph) -> Node | None:
-    """Rewrites the ops of a graph that draw random numbers. Returns the argument that has their seeds, or None if there are no such ops."""
+    """Adds a seed to each op that draws random numbers. Returns the new argument with the seeds, or None without such ops."""
     drawn = [node for node in graph.nodes if _draws(node)]
     if not drawn:
         return None
@@ -81,7 +81,7 @@ def with_seeds(graph: Graph) -> Node | None:
 
 
 def _by_position(drawn: list[Node]) -> list[Node]:
-    """Sorts ops so that the ops at one position in all layers are consecutive. Repeated layers can then take their seeds one by one."""
+    """Sorts ops so that the ops at one position in all layers are consecutive. Repeated layers can then read their seeds in order."""
     counts, positions = Counter[str](), dict[Node, tuple[str, int]]()
     for node in drawn:
         layer = next((path for path in modules_of(node) if path.rpartition(".")[2].isdigit()), "")
@@ -103,7 +103,7 @@ def _draws(node: Node) -> bool:
 
 
 def _seed(graph: Graph, node: Node, seed: Node) -> None:
-    """Adds its seed to an op."""
+    """Rewrites an op so that it reads `seed`."""
     args: Any = node.args
     if node.target is _ATTENTION:
         node.kwargs = {**node.kwargs, "seed": seed}

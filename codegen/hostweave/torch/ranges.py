@@ -1,5 +1,4 @@
-"""Programs for ranges of sizes that are known only when the program runs. They are compiled in the background, while a sequential program
-runs."""
+"""Programs for ranges of sizes that are known only at a call. A sequential program runs while they are compiled in the background."""
 
 from __future__ import annotations
 

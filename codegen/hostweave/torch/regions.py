@@ -2,7 +2,7 @@
 
 Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
 plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors are the plan.
-Unsupported ops split a graph further. They run eagerly, on the DTensors that the previous program returns.
+Unsupported ops split a graph further. These ops run eagerly on the DTensors that the previous program returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['
 
 
 class Backend:
-    """Backend of torch.compile. It compiles graphs for a mesh. By default that is the mesh of the graph's DTensors."""
+    """Backend of torch.compile. It compiles graphs for `mesh`. The default is the mesh of the graph's DTensors."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
         """`layouts` states shardings by the names that `module` uses. `settings` are the target and the options for `compile`."""
@@ -63,7 +63,7 @@ class Backend:
             return self._computes(graph, held, is_whole=wants_one_graph())
 
     def _held(self, graph: GraphModule, given: Sequence[Any]) -> dict[str, tuple[str, Any]]:
-        """Path and tensor of each parameter and buffer among the placeholders, by the name of the placeholder. Also marks all nodes."""
+        """Maps placeholders of parameters and buffers to (path, tensor). Also marks each node with its name and modules."""
         found = {}
         placeholders: list[Any] = graph.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, given, strict=True):
@@ -80,7 +80,7 @@ class Backend:
         return found
 
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
-        """Returns a callable for a graph: its program, or a chain of programs and of ops that run eagerly."""
+        """Returns a callable for a graph: its program, or a sequence of programs and eager ops."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
         part = ModelPart([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
         if not part.nodes:
@@ -101,7 +101,7 @@ class Backend:
         return region
 
     def _split(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], fallen: Mapping[Node, str]) -> Callable[..., Any]:
-        """Returns a callable that runs unsupported nodes eagerly, and the nodes before, between and after them as programs."""
+        """Returns a callable that runs unsupported nodes eagerly, and all other nodes as programs."""
         number, before, numbers = 0, False, dict[Node, int]()
         for node in graph.graph.nodes:
             if node.op.startswith("call_"):
@@ -177,7 +177,7 @@ class ModelInRegions(Delegating):
 
     @property
     def programs(self) -> list[Program]:
-        """Programs that were compiled so far, in the order in which they were first needed."""
+        """Programs that were compiled so far, in the order of first use."""
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:

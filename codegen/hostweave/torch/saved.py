@@ -17,8 +17,8 @@ from hostweave.torch.nodes import modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. To save a view or padding, the forward pass
-    would have to copy the elements."""
+    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. Saving them would
+    copy their elements in the forward pass."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
@@ -34,8 +34,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor instead of its views if the views together have at least as many elements. To save views, the forward pass would copy
-    them. Returns False if nothing changes."""
+    """Saves a tensor instead of its views if the views together have at least as many elements. Saving the views would copy
+    their elements. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):
@@ -68,8 +68,8 @@ def _splits(view: Any) -> bool:
 
 
 def read_rows(made: GraphModule) -> None:
-    """The next linear reads the result of an attention as rows. Makes the backward pass read the same rows. Only the rows are saved then,
-    and the forward pass copies nothing."""
+    """Makes the backward pass read the result of an attention as rows, as the next linear does. Only the rows are then saved, and the
+    forward pass copies nothing."""
     found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
     for turned in found:
         heads, *dims = turned.args
@@ -87,8 +87,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the same values: those that most of them save. The min cut is not unique, so layers may differ. Returns False
-    if nothing changes."""
+    """Makes equal layers save the same values, namely those that most of the layers save. Layers may differ, because the min cut is not
+    unique. Returns False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():

@@ -101,7 +101,7 @@ def _psi(n: int) -> float:
 
 
 def _k_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(x) K(x): its series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) for larger x."""
+    """exp(x) K(x). Uses the series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) for larger x."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)
@@ -147,7 +147,7 @@ def _j(order: int) -> Callable[[Any], Any]:
 
 
 def _y(order: int) -> Callable[[Any], Any]:
-    """Bessel function Y: the series up to x = 2, integrals up to 25, and the asymptotic expansion for larger x."""
+    """Bessel function Y. Uses the series up to x = 2, integrals up to x = 25, and the asymptotic expansion for larger x."""
     j, nodes = _j(order), _gauss(32)
 
     def function(x: Any) -> Any:
@@ -205,7 +205,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0, where the derivatives of cot(pi x) are polynomials in cot(pi x)."""
+    """Uses the reflection formula below 0. Its derivatives of cot(pi x) are polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)

@@ -1,4 +1,4 @@
-"""Traces a stage of a pipeline: a function for its forward pass, and one function for its backward pass, or two for the halves of it."""
+"""Traces a stage of a pipeline. One function computes its forward pass. One or two functions compute its backward pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """Returns a stage with its functions, and the number of rows of a micro-batch with the mesh axes that shard them."""
+    """Returns a stage with its functions. Also returns the number of rows of a micro-batch, and the mesh axes that shard them."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -106,10 +106,10 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Part of a backward pass that computes the wanted gradients. It reads the values `before`, which the first half has computed.
+    """Part of a backward pass that computes the wanted gradients. It reads the values `before`, which the first half computes.
 
-    If `before` is empty, it is the first half, and also returns the values that the second half needs. Also returns the names of these
-    values.
+    An empty `before` means the first half. Its graph also returns the values that the second half needs. The result contains the names of
+    these values.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

@@ -44,7 +44,7 @@ class StagePart:
     types: list[TensorType]
 
     def __call__(self, value: Callable[[Node, str], hw.Tensor]) -> dict[Node, hw.Tensor]:
-        """Results of a call, by node. `value` gives the argument for a node of the graph and its name."""
+        """Calls the function, and maps nodes to its results. `value(node, name)` returns the argument for an input of the graph."""
         taken = {name: value(node, name) for node, name in self.graph.names.items()}
         made = self.function(*(taken[name] for name in self.graph.input_types))
         nodes = [node for node in self.graph.outputs if node not in self.graph.constants]
@@ -67,14 +67,14 @@ class Stage:
 
     @property
     def trained(self) -> list[tuple[str, TensorType]]:
-        """Path of each parameter that gets a gradient, and the type of the parameter in the program."""
+        """(path, type in the program) of each parameter that gets a gradient."""
         numbers = [what for _, returned in self.parts.values() for what in returned if isinstance(what, int)]
         own = [(self.joint.origins[at], self.joint.sources[at]) for at in numbers if self.source_of(at) is None]
         return [(origin.name, self.outer.type_of(node, self.joint.axes_of(origin))) for origin, node in own]
 
     @property
     def returned(self) -> list[tuple[Node, Node]]:
-        """Results and saved values of the forward pass, each with its node of the forward graph."""
+        """Pairs each result and saved value of the forward pass with its node of the forward graph."""
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
 
     def type_of(self, result: Node) -> TensorType:

@@ -1,5 +1,6 @@
-"""State other than tensors that a forward pass reads from its modules. Calls of a compiled module raise if that state has changed. Reads
-are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
+"""Attributes of modules, other than tensors, that a forward pass reads. Calls of a compiled module raise if such an attribute has changed.
+
+Reads are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole training step as one program: forward pass, backward pass, and the step of an optimizer, which updates in place."""
+"""A training step as one program: forward pass, backward pass, and optimizer step. It updates parameters in place."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ class TrainingStep(Differentiated):
     steps, such as learning rates, are computed by the optimizer's code at each call. In all other respects it is a CompiledModule.
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
-    `grad_norm` is the norm of all gradients before clipping, in the last update. With `scaler`, the loss is scaled and the gradients are
+    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are
     unscaled before the update. If a gradient is not finite, the call changes no parameter and no state. The scale is then updated.
     """
 
@@ -65,7 +65,7 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step. Returns the module's results, computed before the update. Raises ArgumentError if arguments do not fit."""
+        """Runs a step, or adds gradients. Returns the module's results before the update. Raises ArgumentError if arguments do not fit."""
         passed, given = self._leaves(args, kwargs)
         group = current_group()
         written = {} if group is None else {one.name: one.parameter for one in self._updates.parameters}
@@ -139,7 +139,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Norm of all gradients, number of elements that are not finite, and the new parameters and state."""
+        """Returns the new parameters and state. With clipping, the gradient norm precedes them. With scaling, the number of elements that
+        are not finite follows the norm."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()

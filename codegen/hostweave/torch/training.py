@@ -1,4 +1,4 @@
-"""A compiled module for training. Its outputs have a grad_fn, which calls the compiled backward program."""
+"""A compiled module for training. The grad_fn of its outputs calls the compiled backward program."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Differentiated(CompiledModule):
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # Current parameters that the joint graph takes, in order. `_wants` says which of them require grad.
+        # Parameters among the arguments of the joint graph, in order, or None. `_wants` is True for those that require grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
         of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
@@ -52,7 +52,7 @@ class Differentiated(CompiledModule):
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile; compile it again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
-        """Tensor for an argument of the joint graph. None for a constant."""
+        """Tensor for the argument of the joint graph with this index. None for a constant."""
         origin = self._joint.origins[number]
         if origin.kind not in ("argument", "seeds"):
             return self._held[number]
@@ -65,8 +65,8 @@ class Differentiated(CompiledModule):
         return tensor
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
-        """Arguments of a call by their nodes, and the arguments of the joint graph. Raises ArgumentError if they differ from those at
-        compile time."""
+        """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph. Raises ArgumentError if they differ from
+        those at compile time."""
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
@@ -82,7 +82,7 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs, and the values that are saved for the backward pass. `backward` computes the gradients, which are sharded like the
+    the outputs and the values saved for the backward pass. `backward` computes the gradients, which are sharded like the
     parameters. In all other respects it is a CompiledModule.
     """
 
@@ -108,14 +108,14 @@ class TrainingModule(Differentiated):
         return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Results, and the values that are saved for the backward pass."""
+        """Runs the forward program. Returns the results, and the values saved for the backward pass."""
         values = self._part(self._part.taken(given), group)
         results, others = values[: len(self._joint.results)], iter(values[len(self._joint.results) :])
         shared = self._joint.shared
         return results, [results[shared[node]].detach() if node in shared else next(others) for node in self._joint.saved]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradient of each tensor that the joint graph takes. None if it has no gradient."""
+        """Returns the gradient of each argument of the joint graph. None for an argument without gradient."""
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
@@ -128,8 +128,8 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """Gradients in the layout of the parameters: DTensors for DTensors, and gathered gradients for parameters that each rank has
-        whole."""
+        """Converts gradients to the layout of the parameters. The gradient of a DTensor becomes a DTensor. Gathers the gradient of a
+        parameter if each rank has the whole parameter."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gathers(*(found[number] for number in self._sharded), group=group)
@@ -170,7 +170,7 @@ class TrainingModule(Differentiated):
 
 
 class _Step(torch.autograd.Function):
-    """One call: runs the forward program, and later the backward program."""
+    """One call of the module. The backward pass of torch runs the backward program."""
 
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:

@@ -20,7 +20,7 @@ def each(given: Any, count: int) -> list[int]:
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Elements that one position of the window reads while the window moves over the last dims: [..., *sizes]."""
+    """Elements [..., *sizes] that are at the position `at` of each window. Windows move over the last dims."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
@@ -99,7 +99,7 @@ def _largest(count: int) -> Callable[..., Any]:
 
 
 def _begins_and_ends(size: int, out: int, device: torch.device) -> tuple[Any, Any]:
-    """Begins and ends of the windows of adaptive pooling."""
+    """Start and end of each window of adaptive pooling."""
     places = torch.arange(out, device=device)
     return places * size // out, ((places + 1) * size + out - 1) // out
 
