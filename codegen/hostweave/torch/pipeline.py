@@ -30,9 +30,9 @@ from hostweave.types.tensor import TensorType
 class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
-    `program` is the compiled program. In a group, only ranks of the last stage receive the loss. Each rank receives the gradients of its
-    own stages. It passes None for arguments that its stages do not read. If all ranks are in this process, pass whole arguments. A call
-    then returns the loss and adds all gradients.
+    `program` is the compiled program. In a group, only ranks of the last stage receive the loss. A rank computes gradients only for
+    parameters in its stages. It passes None for arguments that its stages do not read. If all ranks are in this process, pass whole
+    arguments. A call then returns the loss and adds all gradients.
 
     With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates those of its stages. With
     `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
