@@ -72,9 +72,9 @@ class CompiledModule(Delegating):
 
     It also has the parameters, buffers, submodules, state dict and other attributes of the original module.
 
-    In a process or thread that has joined a group (`hw.init`), a call runs its rank. Arguments that the plan shards are then local blocks,
-    and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so calls see
-    the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
+    In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
+    blocks, and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so
+    calls see the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):

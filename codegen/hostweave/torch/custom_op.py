@@ -17,7 +17,7 @@ def as_torch_op(program: Program, name: str) -> Any:
     the program's inputs in order.
 
     The op has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process
-    that has joined a group, a call runs its rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
+    that is a rank of a group, a call runs that rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
     `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
     Raises ArgumentError if the name has no namespace or is taken, or if the program donates inputs.

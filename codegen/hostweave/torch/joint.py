@@ -322,7 +322,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradients of results that are sharded by rows by the number of ranks. `fully_shard` also averages the losses of ranks."""
+    """Divides the gradient of each row-sharded result by the number of ranks, because `fully_shard` averages the losses of ranks."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):

@@ -170,7 +170,7 @@ class TrainingModule(Differentiated):
 
 
 class _Step(torch.autograd.Function):
-    """One call of the module. The backward pass of torch runs the backward program."""
+    """One call of the module. `forward` runs the forward program, and `backward` runs the backward program."""
 
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
