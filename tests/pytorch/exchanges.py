@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import hostweave as hw
 from hostweave.host_ir.calls import inlined
-from hostweave.host_ir.ir import AllGather, For, ReduceScatter
+from hostweave.host_ir.ir import AllGather, For, LaunchAllGather, LaunchReduceScatter, ReduceScatter
 from hostweave.host_ir.tree import Body, bodies
 
 
@@ -18,6 +18,6 @@ def _counted(body: Body, depths: Mapping[str, int]) -> int:
     total = 0
     for i in body:
         times = depths.get(i.trips.name or "", 1) if isinstance(i, For) else 1
-        total += isinstance(i, AllGather) - isinstance(i, ReduceScatter)
+        total += isinstance(i, AllGather | LaunchAllGather) - isinstance(i, ReduceScatter | LaunchReduceScatter)
         total += times * sum(_counted(inner, depths) for inner in bodies(i))
     return total
