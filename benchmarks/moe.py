@@ -6,9 +6,10 @@
   token once to each rank, and returns a sum in f32. The peers are torch's all_to_all_single, for which the host knows all counts in
   advance, and a copy engine that sends a row for each token and expert.
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
+- layers: the same layer on all GPUs, which share its experts. torch sends rows by all_to_all_single, and the host knows all counts.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
+that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def main(names: Sequence[str]) -> None:
-    parts = {"products": (_products, 1), "dispatch": (_dispatched, len(gpus())), "layer": (_layers, 1)}
+    parts = {"products": (_products, 1), "dispatch": (_dispatched, len(gpus())), "layer": (_layers, 1), "layers": (_layers, len(gpus()))}
     for name, (calls, ranks) in parts.items():
         if name not in names and names:
             continue
-        if name == "dispatch" and ranks < 2:
-            print("dispatch: needs two GPUs, and this machine has one")
+        if name in ("dispatch", "layers") and ranks < 2:
+            print(f"{name}: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
             print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first variant is Hostweave's
@@ -173,64 +174,124 @@ def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], 
 # --- a layer ----------------------------------------------------------------------------------------------------------
 
 
-def _layer(name: str, **options: Any) -> hw.Program:
-    """The layer of examples/moe.py, `moe` or `moe_training`, on one GPU."""
-    example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=1), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
-    return hw.compile(getattr(example, name), target="cuda", options=hw.Options(**options))
+def _layer(name: str, ranks: int = 1, **options: Any) -> hw.Program:
+    """The layer of examples/moe.py, `moe` or `moe_training`. The GPUs share experts and tokens."""
+    example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=ranks), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
+    sizes = {"T": ranks * LAYER["tokens"], "H": LAYER["hidden"], "I": LAYER["inner"]}
+    return hw.compile(getattr(example, name), target="cuda", options=hw.Options(sizes=sizes, **options))
 
 
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
     """Calls of the layer of examples/moe.py with its gradients, and of the same layer in torch with _grouped_mm and autograd."""
     import torch
+    import torch.distributed as dist
 
     group = hw.init()
     hidden, inner, experts, tokens = (LAYER[name] for name in ("hidden", "inner", "experts", "tokens"))
     shapes = {"x": (tokens, hidden), "dy": (tokens, hidden), "router": (hidden, experts)}
-    shapes |= {"w1": (experts, hidden, 2, inner), "w2": (experts, inner, hidden)}
+    shapes |= {"w1": (experts // ranks, hidden, 2, inner), "w2": (experts // ranks, inner, hidden)}
+    torch.manual_seed(rank)
     given = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for name, shape in shapes.items()}
     x, dy, router, w1, w2 = given.values()
+    dist.broadcast(router, 0)
     bias = torch.zeros(experts, device="cuda")
-    programs = [_layer(name) for name in ("moe", "moe_training")]
+    programs = [_layer(name, ranks) for name in ("moe", "moe_training")]
     forward = programs[0].capture(x, router, bias, w1, w2, group=group)
     both = programs[1].capture(x, dy, router, bias, w1, w2, group=group)
     inputs = [tensor.clone().requires_grad_() for tensor in (x, router, w1, w2)]
-    compiled = torch.compile(_torch_layer, dynamic=False)
+    layer = _torch_layer if ranks == 1 else partial(_torch_layer_of_ranks, **_known(x, router, ranks))
+    compiled = torch.compile(layer, dynamic=False)
 
     def of_torch(layer: Callable[..., Any]) -> Any:
         y = layer(*inputs)
-        return y, *torch.autograd.grad(y, inputs, dy)
+        gradients = torch.autograd.grad(y, inputs, dy)
+        if ranks > 1:
+            dist.all_reduce(gradients[1])
+        return y, *gradients
 
     with torch.no_grad():
-        _expect_near(forward(), _torch_layer(*inputs))
-    for got, wanted in zip(both(), of_torch(_torch_layer), strict=True):
+        _expect_near(forward(), layer(*inputs))
+    for got, wanted in zip(both(), of_torch(layer), strict=True):
         _expect_near(got, wanted)
-    what = f"Mixtral of 8B shapes, {tokens} tokens"
-    yield {f"{what}, forward": forward, "torch eager": partial(_torch_layer, *inputs), "torch.compile": partial(compiled, *inputs)}
+    what = f"Mixtral of 8B shapes, {tokens} tokens per GPU, {ranks} GPUs"
+    yield {f"{what}, forward": forward, "torch eager": partial(layer, *inputs), "torch.compile": partial(compiled, *inputs)}
 
     yield {
         f"{what}, forward and backward": both,
-        "torch eager": partial(of_torch, _torch_layer),
+        "torch eager": partial(of_torch, layer),
         "torch.compile": partial(of_torch, compiled),
     }
     for program in programs:
         program.close()
 
 
+def _chosen(x: Any, router: Any) -> tuple[Any, Any]:
+    """Scores and indices of the chosen experts."""
+    chosen, ids = (x @ router).float().softmax(-1).topk(LAYER["top"])
+    return chosen, ids
+
+
+def _experts_of(rows: Any, w1: Any, w2: Any, ends: Any) -> Any:
+    import torch
+
+    gate, up = torch._grouped_mm(rows, w1.flatten(2), offs=ends).chunk(2, -1)
+    return torch._grouped_mm(torch.nn.functional.silu(gate) * up, w2, offs=ends)
+
+
+def _weighted(y: Any, order: Any, chosen: Any) -> Any:
+    """Sums the rows of each token. Row i of y belongs to choice order[i]."""
+    import torch
+
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    weights = (chosen / chosen.sum(-1, keepdim=True)).to(y.dtype)
+    return (y[back].view(*chosen.shape, -1) * weights[..., None]).sum(1)
+
+
 def _torch_layer(x: Any, router: Any, w1: Any, w2: Any) -> Any:
     import torch
 
-    experts, top = LAYER["experts"], LAYER["top"]
-    scores = (x @ router).float().softmax(-1)
-    chosen, ids = scores.topk(top)
+    experts = LAYER["experts"]
+    chosen, ids = _chosen(x, router)
     order = ids.reshape(-1).argsort(stable=True)
     ends = torch.histc(ids.int(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
-    both = torch._grouped_mm(x[order // top], w1.flatten(2), offs=ends)
-    gate, up = both.chunk(2, -1)
-    y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, w2, offs=ends)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    weights = (chosen / chosen.sum(-1, keepdim=True)).to(x.dtype)
-    return (y[back].view(*ids.shape, -1) * weights[..., None]).sum(1)
+    return _weighted(_experts_of(x[order // LAYER["top"]], w1, w2, ends), order, chosen)
+
+
+def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
+    """Routing that the host knows in advance: rows to and from each rank, order of the received rows by expert, and ends of the experts."""
+    import torch
+    import torch.distributed as dist
+
+    rank, sent = dist.get_rank(), torch.bincount(_chosen(x, router)[1].reshape(-1), minlength=LAYER["experts"])
+    of_ranks = sent.new_empty(ranks * len(sent))
+    dist.all_gather_into_tensor(of_ranks, sent)
+    counts = of_ranks.view(ranks, ranks, -1)  # by sender, receiver and expert
+    received = counts[:, rank]
+    expert = torch.arange(received.shape[1], device=x.device).repeat(ranks).repeat_interleave(received.reshape(-1))
+    order = expert.argsort(stable=True)
+    return {
+        "out_of": counts[rank].sum(-1).tolist(),
+        "into": received.sum(-1).tolist(),
+        "by_expert": order,
+        "by_sender": order.argsort(),
+        "ends": received.sum(0).cumsum(0).int(),
+    }
+
+
+def _torch_layer_of_ranks(
+    x: Any, router: Any, w1: Any, w2: Any, *, out_of: list[int], into: list[int], by_expert: Any, by_sender: Any, ends: Any
+) -> Any:
+    """Sends sorted rows to the ranks of their experts by all_to_all_single. The host knows all counts in advance."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    chosen, ids = _chosen(x, router)
+    order = ids.reshape(-1).argsort(stable=True)
+    world: Any = dist.group.WORLD
+    there = all_to_all_single_autograd(x[order // LAYER["top"]], into, out_of, world)
+    y = _experts_of(there[by_expert], w1, w2, ends)[by_sender]
+    return _weighted(all_to_all_single_autograd(y, out_of, into, world), order, chosen)
 
 
 if __name__ == "__main__":
