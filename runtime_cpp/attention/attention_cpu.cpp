@@ -1,4 +1,4 @@
-// Attention on the CPU device, by the CUDA kernels; each worker runs one tile at a time.
+// Attention on the CPU device. It runs the kernels of attention_kernels.h, one tile per worker at a time.
 #include <hostweave_cpu.h>
 
 #include <vector>
@@ -18,7 +18,7 @@ namespace {
 
 using Kernel = void (*)(const AttentionKernel&, int64_t block);
 
-// Also uses idle workers.
+// Runs the thread blocks on this thread and on idle workers.
 void run_blocks(Kernel kernel, const AttentionKernel& p, int64_t blocks) {
   const auto block = [&](int64_t i) { kernel(p, i); };
   const auto run = [](void* closure, size_t i) { (*static_cast<decltype(block)*>(closure))(static_cast<int64_t>(i)); };

@@ -1,4 +1,4 @@
-// Attention by cuDNN graphs, with kernels for unsupported problems.
+// Attention by cuDNN graphs, and by this package's kernels for problems that cuDNN does not support.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -45,7 +45,7 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
 
 constexpr uint16_t kLeast = 0xfefe;  // repeated, its bytes form -1.7e38 in f32
 
-// Fills tokens that belong to no sequence.
+// Fills the rows of tokens that belong to no sequence.
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
                     cudaStream_t stream) {
   return fill_outside({offsets, x.batch, p.sequences, x.heads, x.rows, x.size, static_cast<uint16_t*>(base), x.batch_stride,
@@ -231,9 +231,9 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// The first rows may attend to no column. If the diagonal lies beyond a corner, the last rows attend to all columns, and the
-// problem is split. The backward pass then has two parts: columns that all rows attend to, without a mask, and other columns. The
-// gradient of the queries is the sum of both.
+// One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. A forward pass
+// leaves out rows without columns, and computes the last rows without a mask if they attend to all columns. A backward pass may
+// compute those columns without a mask that all rows attend to. It then adds two gradients of the queries.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row; for a backward pass first column
@@ -241,11 +241,11 @@ struct OnCuda : PlannedAttention {
   };
   const AttentionProblem whole;
   const AttentionKernels* kernels = nullptr;  // this package's kernels, if used
-  bool is_alone = false;                      // true if they compute everything
+  bool is_alone = false;                      // true if cuDNN computes nothing
   int64_t blind = 0;                          // leading rows without columns
-  int64_t columns = whole.k.rows;             // number of columns with some row
+  int64_t columns = whole.k.rows;             // columns to which some row attends
   std::list<Part> parts;
-  std::shared_ptr<void> terms;  // gradient of the queries from the first of two parts
+  std::shared_ptr<void> terms;  // gradient of the queries by the first of two parts
   AddedRows sums{};             // adds the parts
 
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}

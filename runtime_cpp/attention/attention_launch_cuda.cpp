@@ -10,7 +10,7 @@ namespace {
   throw ExecutionError("attention: the kernel for these operands was not built, because nvcc was missing: build with nvcc");
 }
 
-// One block per tile of rows of every head.
+// One thread block per head and tile of rows.
 Grid grid_of(int64_t batch, int64_t heads, int64_t rows) {
   return {batch * heads * ceil_div(rows, kAttentionTile), kAttentionThreads};
 }

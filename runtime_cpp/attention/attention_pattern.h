@@ -20,7 +20,7 @@ inline Dims strides_of(const Heads& x) {
   return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};
 }
 
-// Operands of a call, in this order.
+// Ids of the operands of a call.
 enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse, kOutGradient, kQGradient, kKGradient, kVGradient, kLengths, kBias };
 
 using Added = std::vector<std::pair<cudnnPointwiseMode_t, Value>>;
@@ -63,11 +63,11 @@ class Pattern {
     q_ = of(kQ, problem.q);
   }
 
-  // Ids of the tensors with the numbers of rows and columns.
+  // Ids of the tensors that hold the numbers of rows and of columns.
   int64_t counted() const { return rows_.number; }
   int64_t ends() const { return lengths_.number; }
 
-  // Starts of packed sequences in an operand.
+  // The tensor of the starts of packed sequences in an operand, and the strides of the operand.
   struct Places {
     Value value;
     int64_t batch_stride, row_stride;
@@ -80,7 +80,7 @@ class Pattern {
     const Value powers = exp_of(minus(scores, largest));
     const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
     const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-    // Part of the pattern even if not requested.
+    // cuDNN needs this op even if the caller does not request the log-sum-exps.
     const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
     graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
     const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
@@ -136,12 +136,12 @@ class Pattern {
     }
     return found->second.value;
   }
-  // f32 tensor owned by the plan, packed like an operand.
+  // f32 tensor in memory of the plan, with the batches and sequences of an operand.
   Value own(int64_t name, const Dims& dims, const Heads& x) {
     if (!options_.is_packed) return graph_.own(CUDNN_DATA_FLOAT, dims);
     return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), places(name, x));
   }
-  // Extent in elements of an operand with all sequences.
+  // Extent in elements of an operand that holds all sequences.
   int64_t extent(const Heads& x) const {
     const int64_t batches = x.batch / std::max<int64_t>(problem_.sequences, 1);
     return (batches - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride + x.size;
@@ -176,7 +176,7 @@ class Pattern {
     const Ends ends{.m = lengths_, .k = rows_};
     if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
     const Dims dims{batch, heads, scores_[3], x.dims[3]};
-    Heads each = of_result;  // cuDNN multiplies its starts by the heads of a group
+    Heads each = of_result;  // cuDNN multiplies the starts by the number of heads in the group
     each.heads = heads, each.batch_stride *= group, each.row_stride *= group;
     if (of_result.heads == 1) each.head_stride = of_result.size;
     const Value of_heads = options_.is_packed ? graph_.own(type_, dims, strides(each), extent(each), places(name, of_result))
@@ -216,9 +216,9 @@ class Pattern {
   const AttentionProblem& problem_;
   cudnnDataType_t type_;
   const AttentionOptions& options_;
-  const int64_t lse_rows_;  // the rows of the problem are a part of this range
+  const int64_t lse_rows_;  // rows of the log-sum-exps; the problem may have fewer
   Dims scores_{}, of_rows_{};
-  Value q_, rows_, lengths_;  // the last two are used only with lengths or packed sequences
+  Value q_, rows_, lengths_;  // rows_ and lengths_ are set only for lengths or packed sequences
   std::map<int64_t, Places> places_;
 };
 

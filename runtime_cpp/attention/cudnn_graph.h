@@ -110,7 +110,7 @@ class Graph {
     made.finish("a product");
   }
 
-  // y = x op b, with as many operands as the mode takes. A select gives x where t is true, else b.
+  // y = mode(x, b), or mode(x) without b. A select returns x if t is true, and b otherwise.
   Value pointwise(cudnnPointwiseMode_t mode, cudnnDataType_t type, const Value& x, const Value& b = {}, const Value& t = {},
                   cudnnDataType_t math = CUDNN_DATA_FLOAT, int64_t axis = -1) {
     const Value y = between(type, x.dims);

@@ -1,6 +1,6 @@
-// Glue that turns a program into a Python extension module. It is compiled once, when the package is built, and linked with the
-// objects of every program. It accesses a program through the table in its binding.cpp. Types are local to a program's module,
-// except that a Member made by another program's module is accepted.
+// Python bindings of a program. This file is compiled once, when the package is built, and linked into the module of every
+// program. It accesses the program through the table in the program's binding.cpp. Each module has separate Python types, but a
+// module also accepts a Member of another module.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -50,7 +50,7 @@ struct type_caster<hw::Shape> {
   }
 };
 
-// Opaque bytes that only their library interprets.
+// Converts types of libraries, such as ids, to Python bytes.
 template <class T>
 struct BytesCaster {
   PYBIND11_TYPE_CASTER(T, const_name("bytes"));
@@ -81,11 +81,11 @@ const hw::ProgramTable& table() { return hw_program_table; }
 // Releases the GIL; for functions that access no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
-// Deleter for objects that use devices and wait for other threads. It releases the GIL, which those threads may need. A forked
-// process does not delete its parent's objects: it has the memory, but neither the threads nor the devices.
+// Deleter for objects that use devices and wait for other threads. It releases the GIL, because those threads may need it. A
+// forked process does not delete its parent's objects, because it lacks the threads and the devices.
 template <class T>
 struct DeleteWithoutGil {
-  pid_t process = getpid();  // the process that made it
+  pid_t process = getpid();  // the process that made the object
 
   void operator()(T* object) const {
     if (getpid() != process) return;
@@ -131,7 +131,7 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
 
 std::string out_of_reach(hw::Member& member) { return member.out_of_reach(table()); }
 
-// Layout of DLPack's tensors, as in its header.
+// The structs of dlpack.h.
 struct DLTensor {
   void* data;
   int32_t device_type, device;
@@ -148,7 +148,7 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// A contiguous array in a DLPack capsule, which keeps the owner alive.
+// A contiguous array in a DLPack capsule. It keeps the owner of the memory alive.
 struct Lent {
   DLManagedTensor managed;
   std::vector<int64_t> shape;
@@ -221,7 +221,7 @@ void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& 
   for (const auto& [problem, algorithm] : algorithms) hw::measured_algorithms().set(problem, algorithm);
 }
 
-// Calls made, calls done, and seconds that the oldest unfinished call has taken.
+// Number of calls made, number of calls done, and seconds since the oldest unfinished call began.
 std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   const hw::CallLog::State state = instance.progress();
   return {state.made, state.done, state.waiting_seconds};
@@ -288,7 +288,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), WithoutGil());
 
-  m.def(  // a function of the module, because errors name its program; the member serves all programs
+  m.def(  // not a method of Member, because errors name the module's program
       "lease",
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
       py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());

@@ -32,7 +32,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   return cudaSuccess;
 }
 
-// Waits for the whole device first. Accesses from other devices are not ordered by this.
+// Waits for the whole device first. Does not wait for accesses by other devices.
 cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
@@ -85,7 +85,7 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  // A program may pass ordinary memory as device memory, so only the use of device memory as host memory can be detected.
+  // The use of host memory as device memory is no error here, because a program may pass memory of malloc.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;
@@ -115,7 +115,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
       std::memcpy(dst, staged.data(), staged.size());
     };
   } else {
-    // CUDA returns from copies of pageable memory only when the caller may reuse it.
+    // A copy from pageable memory blocks until the caller may reuse the memory, as in CUDA.
     blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
     blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
@@ -149,7 +149,7 @@ cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree")
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-  // Between device buffers even the synchronous call only enqueues.
+  // A copy between device buffers does not block the host, even by the synchronous call, as in CUDA.
   return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {

@@ -73,7 +73,7 @@ cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   return answer(locked.lock, stream->last);
 }
 
-// The same for the record of an event.
+// Applies `answer` to the last record of an event, unless a capture forbids it.
 template <class Answer>
 cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   Call locked;
@@ -88,12 +88,12 @@ cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   return answer(locked.lock, event->record);
 }
 
-// Waits for an op, if there is one.
+// Returns a function that waits for an op, if there is one.
 auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// Queries an op. If it is not done, lets others make progress before the caller asks again.
+// Queries an op. If the op is not done, other threads and streams make a step, so that a polling loop ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {
@@ -161,7 +161,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaSuccess;
 }
 
-// Priorities are ignored: any order that streams and events allow may happen.
+// Ignores the priority: any order that streams and events allow may happen.
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   return cudaStreamCreateWithFlags(stream, flags);
 }
@@ -194,7 +194,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
   if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
-  // Binds to the current record of the event. Later records do not count, and without a record there is no wait.
+  // The wait is for the current record of the event, not for later ones. Without a record there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }
@@ -240,7 +240,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
   }
   if (const auto captured = capture_record(*event, *on, flags == cudaEventRecordExternal)) return *captured;
   OpPtr op = new_op("record", 0);
-  // Set before `submit`, because other threads may run before it returns.
+  // Set the record before `submit`, because other threads may run before `submit` returns.
   event->record = op;
   return submit(call.lock, std::move(op), stream);
 }

@@ -146,8 +146,8 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Order in which a launch enqueues the nodes: capture order, or one queue in a random topological order, which is all that a
-// graph guarantees. The seeded mode chooses between them.
+// Order in which a launch enqueues the nodes: the order of the capture, or one queue in a random topological order. The seed
+// chooses. CUDA guarantees only the dependencies of a graph.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());
@@ -242,7 +242,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-// Enqueued ops are ordered like the captured calls, and after the previous launch.
+// The ops of a launch have the dependencies of the captured calls, and run after the previous launch of the graph.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();

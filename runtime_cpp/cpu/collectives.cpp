@@ -1,4 +1,4 @@
-// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op, with one seat per call (see Match).
+// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op. Each call has one seat in a Match.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -40,7 +40,7 @@ const char* reduction_name(ncclRedOp_t reduction) {
   return names[reduction];
 }
 
-// Index of the argument with the sent data, or with the received data if nothing is sent.
+// Index of the argument that reports name: the buffer of a send or recv, and the result of a collective.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
 Ranges ranges_of(const Request& r) {

@@ -19,8 +19,8 @@ namespace {
 
 struct IdContent {
   char magic[16];
-  SharedFile file;       // for ranks that are processes; otherwise this process, and -1
-  std::uint64_t number;  // communicator number within this process; an unguessable token if ranks are processes
+  SharedFile file;       // shared memory of ranks that are processes; otherwise its file is -1
+  std::uint64_t number;  // number of the communicator in this process; a random token if ranks are processes
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
@@ -135,7 +135,7 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   return result;
 }
 
-// All ranks have given color and key. Ranks of one color are ordered by key, then by old rank.
+// Forms the new process groups after all ranks have passed color and key. A group is ordered by key, then by old rank.
 void form_process_groups(ProcessGroup::Split& split) {
   std::stable_sort(split.requests.begin(), split.requests.end(),
                    [](const auto& a, const auto& b) { return std::pair(a.key, a.rank) < std::pair(b.key, b.rank); });
@@ -153,7 +153,7 @@ void form_process_groups(ProcessGroup::Split& split) {
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
-// NCCL also waits for graphs that refer to the communicator.
+// Waits for graphs that refer to the communicator, as NCCL does.
 void wait_for_graphs(Lock& lock, ncclComm_t comm) {
   while (comm->in_graphs.use_count() > 1) {
     lock.unlock();

@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_place(const char* file, int line, const char* call) {
-  // Cache: most calls come from the same few source lines.
+  // Cache of source positions, because most calls come from the same few source lines.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Place place;
@@ -149,7 +149,7 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));
   }
-  // Elements with the maximum alignment that closures need.
+  // The element type has the alignment that any closure may need.
   std::vector<std::max_align_t> copy((closure_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
   if (closure_bytes != 0) std::memcpy(copy.data(), closure, closure_bytes);
   op->work = [run, copy = std::move(copy)]() mutable { run(copy.data()); };

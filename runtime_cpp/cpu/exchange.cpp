@@ -1,4 +1,4 @@
-// Data movement of a collective after all ranks have arrived.
+// Moves and reduces the data of a collective after all ranks have arrived.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -16,7 +16,7 @@ constexpr std::size_t kAtOnce = 2048;                      // elements whose acc
 using Inputs = std::vector<const void*>;
 using Outputs = std::vector<void*>;
 
-// Reduces elements begin..end of all inputs. Each piece is read completely before it is written, so an output may be an input.
+// Reduces elements begin..end of all inputs. An output may be an input, because each piece is read before it is written.
 template <class T, class A, class Combine, class Finish>
 void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end, Combine combine,
                    Finish finish) {

@@ -50,14 +50,14 @@ void multiply(const Gemm& g, const Operand& d) {
   }
 }
 
-// Parallelism comes from the workers. OpenBLAS's threads would compete for cores, and its pool serves one call at a time.
+// OpenBLAS runs on one thread, because each worker makes calls, and OpenBLAS's thread pool serves only one call at a time.
 void use_one_thread() {
   if (HW_BLAS(openblas_set_num_threads) && HW_BLAS(openblas_get_num_threads) && HW_BLAS(openblas_get_num_threads)() != 1) {
     HW_BLAS(openblas_set_num_threads)(1);
   }
 }
 
-// Per-thread memory reused between matmuls: page faults would cost more than the conversions.
+// Each thread reuses its memory for conversions, because page faults would cost more than the conversions.
 using Scratch = std::vector<float>;
 
 float* at_least(std::size_t size, Scratch& scratch) {
@@ -147,7 +147,7 @@ void run_float(const Gemm& g) {
   }
 }
 
-// 8-bit operand times its scales, exact in double.
+// 8-bit operand times its scales, which is exact in double.
 Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double>& memory) {
   memory.resize(std::max<std::int64_t>(scales.k * scales.outer, 1));
   std::array<double, 256> values;

@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // no memory for all threads: started threads must end before their destruction
+  } catch (const std::system_error&) {  // too little memory for all threads: the started ones must end before their destruction
     stop_workers();
     throw;
   }
@@ -319,7 +319,7 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // The heap may pass host memory from one rank to another, in an order that the device cannot see.
+      // Two ranks may get the same host memory from malloc one after another. The device cannot see that order.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -335,8 +335,8 @@ void Machine::begin(Stream& stream, Op& op) {
   take_seats(stream, op);
 }
 
-// Records a communication, and returns an earlier unordered one over another channel. NCCL may start the two in another order on
-// another rank; each then occupies its device while it waits, which can deadlock.
+// Records a communication. Returns an earlier communication over another channel that is not ordered with it. Two such
+// communications can deadlock: NCCL may start them in another order on another rank, and each occupies its device while it waits.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];
@@ -352,14 +352,14 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   return found;
 }
 
-// Overwrites outputs, so that a premature read does not find correct results of an earlier call.
+// Fills outputs with NaN, so that a premature read does not find the results of an earlier call.
 void Machine::poison(const Op& op) {
   for (const Range& range : op.ranges) {
     if (!range.write || range.scratch) continue;
     for (std::size_t row = 0; row < (range.empty() ? 0 : range.rows); ++row) {
       std::uintptr_t at = range.begin + row * range.pitch;
       const std::uintptr_t end = at + range.bytes;
-      while (at < end) {  // between the inputs in this row
+      while (at < end) {  // skips the inputs in this row
         std::uintptr_t stop = end, next = end;
         for (const Range& input : op.ranges) {
           if (input.write || input.empty() || input.end() <= at || input.begin >= stop) continue;
@@ -418,11 +418,11 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // Other ops may keep the matches alive. The matches must not refer to this stream after its destruction.
+  // Other ops may keep the matches alive, which must not refer to a destroyed stream.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;
-    if (turn.number <= count.value) continue;  // a later signal has overtaken it
+    if (turn.number <= count.value) continue;  // a later signal has arrived before
     count.value = turn.number;
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);

@@ -25,8 +25,8 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
-// Signals of graphs and of calls have separate counters. A third counter holds consumed signals; with it, a signal is
-// given only after the previous one has been consumed.
+// Each number has three counters: signals of calls, signals of graphs, and consumed signals. A signal of a graph waits until the
+// previous one has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -78,7 +78,8 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
 
 using Make = std::function<OpPtr(bool in_graph)>;
 
-// Enqueues the op that `make` returns. During capture, each launch calls `make`, because signals are counted then.
+// Enqueues the op that `make` returns. For a captured call, each launch of the graph calls `make`, because each launch counts
+// signals.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
   const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {
@@ -113,7 +114,7 @@ void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, st
   });
 }
 
-// Signal counters are in shared memory.
+// Makes an op wait for signals of other processes, whose counters are in shared memory.
 void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited, bool in_graph) {
   std::vector<std::uint64_t> turns;
   for (const SignalTurn& turn : std::exchange(op.awaits, {})) turns.push_back(turn.number);

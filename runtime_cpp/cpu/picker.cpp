@@ -51,7 +51,7 @@ std::size_t Picker::pick(const std::vector<Candidate>& candidates) {
   } else {
     std::vector<std::size_t> hosts;
     for (std::size_t i = 0; i < candidates.size(); ++i) {
-      // A polling host was demoted, so that it does not starve the work that it polls for.
+      // Excludes demoted hosts, which poll for the work of the other candidates.
       if (candidates[i].host && (*candidates[i].priority == 0 || *candidates[i].priority >= (1ull << 32))) hosts.push_back(i);
     }
     const bool any_stream = std::ranges::any_of(candidates, &Candidate::stream);

@@ -1,5 +1,5 @@
-// Seeded mode: one step at a time. Only the thread that has the turn runs. When it waits, it repeatedly lets the picker choose a
-// runnable thread or stream. It runs the step of a chosen stream, and passes the turn to a chosen thread.
+// Seeded mode: one step at a time. Only the thread that has the turn runs. While this thread waits, the picker repeatedly chooses
+// a runnable thread or stream. The waiting thread executes the step of a chosen stream, and passes the turn to a chosen thread.
 #include <algorithm>
 #include <chrono>
 
@@ -53,7 +53,7 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
-  if (me.attached && turn_ != &me) {  // it has just attached, and another thread holds the turn or will get it first
+  if (me.attached && turn_ != &me) {  // a thread that has just attached does not hold the turn
     await_turn(lock, me);
     return !failed_;
   }
@@ -65,7 +65,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
         fail(deadlock_report());
         return false;
       }
-      // A thread that has not attached may still end the wait of this one.
+      // No candidate can run, but a thread that has not attached may end this wait.
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);
@@ -92,7 +92,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
   return false;
 }
 
-// The thread that has the turn leaves. It runs steps until another thread can continue.
+// Called by a thread that has the turn and detaches: executes steps until another thread can continue.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
     const std::vector<Candidate> all = choices(nullptr);
@@ -161,7 +161,7 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  if (round_started_) turn_ = &me;  // the last thread to attach lets the picker choose the first
+  if (round_started_) turn_ = &me;  // the picker chooses the first turn after the last thread has attached
   wait(lock, "its first turn", [] { return true; });
 }
 

@@ -73,7 +73,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   std::uint64_t seen = progress_;
   while (!failed_ && !me.ready()) {
     if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
-    // Long-running work is not a deadlock, and neither is a rank that makes progress.
+    // It is no deadlock if work is running, or if some rank makes progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
       fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
     }

@@ -36,7 +36,7 @@ struct LoggedOp {
   int line = 0;
   const char* call = "";
 
-  // True if the end may depend on something outside of the call. Callers exclude waits for events that the call records.
+  // True if the op may wait for another call or rank. Callers exclude waits for events that the call itself records.
   bool is_outer() const { return kind >= Kind::wait; }
 };
 
@@ -50,7 +50,7 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
-  // Milestones of a graph that the application launches, and how many launches have ended.
+  // Milestones at the begin and end of a graph that the application launches, and how many launches have ended.
   int begin = Milestones::kNone, end = Milestones::kNone;
   int64_t landed = 0;
 };
@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;                // launches of a graph share ops: an op is done in this call once it has ended this many times
+  int64_t times;  // an op of this call is done once it has ended this many times, because launches of a graph share ops
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };
@@ -111,8 +111,8 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op ends once the ops before it on its stream have ended. Other ops wait for nothing, so no stream is reported as
-  // stuck at them.
+  // True if an op is done as soon as the ops before it on its stream are: the op has no milestone, and waits for no event, call
+  // or rank.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -156,7 +156,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs what the streams, events and channels of a line have not logged yet.
+  // Logs the ops of a line that its streams, events and channels have not logged.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -204,8 +204,8 @@ struct CallLog::Calls {
     }
   }
 
-  // A launch by the application that has begun and not ended, otherwise the first unfinished call. Both are sequential, so all
-  // calls before a started launch are done.
+  // An unfinished launch by the application, otherwise the first unfinished call. Launches and calls run one after another, so
+  // all calls before a started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)
@@ -326,7 +326,7 @@ void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cu
   calls_->note({.kind = LoggedOp::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
-// NCCL begins the calls of a group together, so they share a milestone on each stream.
+// NCCL begins the calls of a group together, so the group has one milestone per stream.
 void CallLog::end_group() {
   calls_->in_group = false;
   std::map<cudaStream_t, int> milestones;

@@ -31,7 +31,7 @@ HW_GROUPED(multiply_groups_plain, double)
 
 namespace {
 
-// One kernel for each number of rows in a tile: groups of few rows have small tiles.
+// Numbers of rows of a tile, with one kernel each. Groups with few rows need small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
 
@@ -59,8 +59,7 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
   return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
 }
 
-// The kernel with instructions of warpgroups, or null if it cannot compute the problem. Its copies need aligned arrays that are
-// not empty.
+// The kernel for warpgroups, or null if it cannot compute the problem: tensor maps need aligned arrays that are not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;

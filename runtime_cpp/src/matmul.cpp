@@ -139,9 +139,7 @@ const void* shifted(const void* base, int64_t bytes) { return base ? static_cast
 // For larger weights of other types cuBLASLt is as fast or faster (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
-// cuBLASLt is faster than the few-rows kernels for these scaled matmuls. Scales of tensors: more than 8 rows, or fewer than
-// kManyTerms terms. Other scales: more than 8 rows, and more than kManyColumns columns. Also more than 8 rows, and fewer than
-// kFewColumns columns (scales of blocks) or kFewTerms terms (scales of rows).
+// Limits of is_faster_by_blas, as measured on an H200.
 constexpr int64_t kManyColumns = int64_t{1} << 14, kFewColumns = 2048, kFewTerms = 2048, kManyTerms = 8192;
 
 bool is_of_blocks([[maybe_unused]] int32_t scale_mode) {
@@ -152,7 +150,7 @@ bool is_of_blocks([[maybe_unused]] int32_t scale_mode) {
 #endif
 }
 
-// True if cuBLASLt has an algorithm for a few scaled rows that is faster than the few-rows kernels, as measured on an H200.
+// True if cuBLASLt supports this scaled matmul with few rows, and is faster than the few-rows kernels.
 bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   const int64_t rows = p.a.rows, terms = p.a.columns, columns = p.b.columns;
   const bool of_blocks = is_of_blocks(scaling.a);
@@ -226,7 +224,7 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // For k = 0, multiplies zeros of depth `depth` instead. Returns the number of zeros needed.
+  // If k = 0, changes the problem to a product of zeros of depth `depth`. Returns the number of zeros needed.
   int64_t multiply_zeros(int64_t depth) {
     problem.a = {problem.a.rows, depth, depth, 1};
     problem.b = {depth, problem.b.columns, 1, depth};
@@ -248,7 +246,7 @@ struct MatmulPlan::Plan {
                      p.c.span() + (p.batch.count - 1) * p.batch.c});
   }
 
-  // Key of the problem for algorithm selection, including types and epilogue.
+  // Key of the problem in the table of measured algorithms. `types` includes the epilogue.
   std::string text(std::initializer_list<int> types) const {
     std::string result;
     for (const int type : types) result += std::to_string(type) + " ";
@@ -272,7 +270,7 @@ struct MatmulPlan::Plan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    // Exclude split-k reductions in 16 bits, which would win by rounding partial sums.
+    // Exclude algorithms that are fast because they round partial sums to 16 bits (split-k).
     if (most > 1) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
@@ -412,7 +410,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// Selects by median time with cold caches, as for weights. All algorithms have run afterwards, so their kernels are loaded.
+// Selects the algorithm with the smallest median time with cold caches. Afterwards the kernels of all algorithms are loaded.
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());

@@ -90,7 +90,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-// Renumbers the moments of these buffers 0, 1, 2, ..., because gaps that other buffers leave would change their order.
+// Renumbers the moments of these buffers as 0, 1, 2, ..., so that moments of other buffers do not change the placement.
 void number_moments(std::span<Lifetime> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {
@@ -140,8 +140,8 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
       best = &order;
       std::ranges::copy(tried, offsets.begin());
     }
-    const auto highest = std::ranges::max_element(
-        order, {}, end_of);  // the buffer that ends highest found no gap, so it is placed first in the next attempt
+    const auto highest =
+        std::ranges::max_element(order, {}, end_of);  // the next attempt places the buffer with the highest end first
     if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
   };
   for (auto* order : {&by_size, &by_area, &in_order}) {

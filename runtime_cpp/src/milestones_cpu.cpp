@@ -1,4 +1,4 @@
-// Milestones on the CPU device: words that it counts up.
+// Milestones on the CPU device: words that the device increments.
 #include <hostweave_cpu.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Milestones on GPUs: events, and in graphs words that kernels count up.
+// Milestones on GPUs: events, and in graphs words that kernels increment.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace hw {
 
-#ifdef HOSTWEAVE_WITHOUT_NVCC  // exported programs request no milestones in memory, so loading their kernel is an error
+#ifdef HOSTWEAVE_WITHOUT_NVCC  // exported programs have no milestones in graphs, so the kernel is never loaded
 void count_up(uint64_t*, uint64_t*) {}
 #else
 __global__ void count_up(uint64_t* count, uint64_t* shown);
@@ -25,7 +25,7 @@ namespace {
 constexpr int kWords = 1 << 16;      // maximum milestones in the graphs of a program on a rank
 constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; numbers below it are events
 
-// Counts in GPU memory, and their copies in host memory, which the host reads while the GPU hangs.
+// Counts in GPU memory, and copies of them in host memory, which the host can read while the GPU hangs.
 struct Words {
   Words() {
     HW_CHECK(load(count_up));

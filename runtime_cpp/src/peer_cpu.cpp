@@ -1,5 +1,4 @@
-// Peer memory on the CPU device, by its windows and counted signals. A word corresponds to a signal that a rank gives only after
-// its peer has consumed the previous one.
+// Peer memory on the CPU device, by its windows and binary signals (hw_cpu_set_signal).
 #include <hostweave_cpu.h>
 
 #include "hostweave/check.h"

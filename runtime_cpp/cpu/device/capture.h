@@ -10,16 +10,16 @@
 
 namespace hostweave::cpu {
 
-// Enqueues a node's op on a stream, and returns the status.
+// Enqueues the op of a node on a stream. Returns a status of CUDA.
 using Enqueue = std::function<int(Lock&, Stream&)>;
 
 struct Node {
   std::size_t lane;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Place place;
-  // Predecessors: the last node of its lane, and nodes of other lanes that the lane waits for.
+  // Predecessors: the previous node of the same lane, and nodes of other lanes that the lane waits for.
   std::vector<std::size_t> after;
-  std::vector<std::uint64_t*> marks = {};  // marks of the op
+  std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done
 };
 
 // An active or finished capture.
@@ -34,19 +34,19 @@ struct Capture {
   bool over = false;
 };
 
-// Adds a node if the stream is being captured. Returns nullopt otherwise; enqueue as usual then.
+// Adds a node to the capture of a stream. Returns nullopt if the stream is not being captured.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 
-// Increments `word` when the op is done. Increments it now if the op is already done.
+// Increments `word` when the op is done, or now if it is done already.
 void mark_op(Op& op, std::uint64_t* word);
 
-// The same for cudaEventRecord and cudaStreamWaitEvent, whose nodes define dependencies.
+// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. These nodes define dependencies.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);
 std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external);
 
-// For calls that are forbidden during capture in the calling thread's mode: returns the error and invalidates the capture.
+// Returns an error and invalidates the capture if the calling thread's capture mode forbids this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// The same for calls that query or wait for this stream.
+// Returns an error and invalidates the capture if this stream is captured, so the call cannot query or await it.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu

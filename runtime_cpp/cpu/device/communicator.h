@@ -20,7 +20,7 @@ namespace hostweave::cpu {
 
 enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
 
-// Properties of a collective, or of a send and its recv, that must agree on all ranks.
+// Properties of a collective, or of a send and its recv, that must be equal on all ranks.
 struct Asked {
   CommKind kind = CommKind::send_recv;
   std::size_t count = 0;
@@ -90,7 +90,7 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // True if all ranks have issued the same operations, so a failure elsewhere leaves the process group usable.
+  // True if all ranks have issued the same operations. The process group then remains usable after a failure elsewhere.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
@@ -100,11 +100,11 @@ struct ProcessGroup {
   }
 
   const char* name = "";
-  std::shared_ptr<SharedGroup> shared;  // if ranks are processes; the matches and counts below are for threads
+  std::shared_ptr<SharedGroup> shared;  // set if ranks are processes; the other members below are for threads
   std::vector<int> devices;             // by rank; -1 before it has joined
   int arrived = 0;
-  bool stopped = false;  // after a failure: ranks may have issued different operations
-  // Collectives match by the number that each rank has issued before; sends and recvs match in order per pair of ranks.
+  bool stopped = false;  // true after a failure in which ranks may have issued different operations
+  // The n-th collectives of all ranks match. The n-th send to a rank matches its n-th recv.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
     std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched
@@ -122,7 +122,7 @@ struct ProcessGroup {
   };
   std::map<int, Split> split_calls;
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
-  std::map<int, std::shared_ptr<Windows>> registrations;                      // registrations that some rank has not joined yet
+  std::map<int, std::shared_ptr<Windows>> registrations;                      // unfinished registrations, by number
   std::vector<int> registered;                                                // number of windows by rank
   std::vector<int> splits;                                                    // number of split calls by rank
   std::vector<std::uint64_t> issued;                                          // number of collectives by rank
@@ -134,7 +134,7 @@ void wait_for_ops(Lock& lock, ncclComm_t comm);                       // ops tha
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all ranks have joined
-// Work of an op that waits for other processes.
+// Returns the work of an op that waits for other processes.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
 }  // namespace hostweave::cpu

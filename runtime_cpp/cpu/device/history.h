@@ -1,4 +1,4 @@
-// Last accesses of each byte range, for race detection.
+// History of memory accesses, for race detection: the last write of each byte range, and the reads since.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -23,8 +23,8 @@ class History {
     Range range;
   };
 
-  // Records the accesses of an op that starts with `clock`. Returns the first conflicting earlier access that does not happen
-  // before it.
+  // Records the accesses of an op that starts with `clock`. Returns the first conflicting access that does not happen before the
+  // op.
   std::optional<Conflict> note(const Ranges& ranges, const Access& access, const Clock& clock);
   void forget(std::uintptr_t begin, std::uintptr_t end);
   void clear() { segments_.clear(); }

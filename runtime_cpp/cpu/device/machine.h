@@ -1,9 +1,8 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards everything, except the work of ops and data exchange, which run without it. An op begins (declares accesses,
-// poisons outputs, takes its seats in collectives) and ends (wakes waiters); in between others can see it in flight. There are
-// two modes: workers.cpp runs ready ops on a thread pool, and turns.cpp lets a seed choose one step at a time among streams and
-// host threads.
+// One mutex guards all state. Ops compute and exchange data without the mutex. At its begin an op declares its accesses, poisons
+// its outputs and takes its seats in collectives. At its end it wakes waiters. There are two modes: workers.cpp runs ready ops on
+// a thread pool, and in turns.cpp a seed chooses one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -37,8 +36,8 @@ struct HostThread {
   int rank = -1;
   bool inside = false;  // inside a device call
   bool waiting = false;
-  std::function<bool()> ready;  // condition that it waits for
-  std::string waits_for;        // its description
+  std::function<bool()> ready;  // condition for which the thread waits
+  std::string waits_for;        // description of that condition, for reports
   std::condition_variable wake;
   std::uint64_t priority = 0;
   Place place;
@@ -56,7 +55,7 @@ struct Allocation {
   std::size_t bytes;
   int device;
   std::size_t mapped;  // bytes of its private mapping; 0 for heap memory
-  int file = -1;       // file of that mapping, if other processes can map it
+  int file = -1;       // file that other processes can map, or -1
 };
 
 class Memory {
@@ -118,7 +117,7 @@ class Machine {
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
   // --- work
-  // Runs run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Called by the work of an op.
+  // Calls run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Ops call it while they compute.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
@@ -147,8 +146,8 @@ class Machine {
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
-  // Reason why an op on this device must not access these bytes: they belong to another device, or exceed an allocation. nullopt
-  // if it may.
+  // Reason why an op on this device must not access these bytes: another device owns them, or they exceed an allocation. nullopt
+  // if the op may.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 
@@ -163,7 +162,7 @@ class Machine {
   struct HostSide {
     std::size_t lane;
     ClockSnapshot clock;
-    Clock retired;  // clock of destroyed streams, which device synchronisation also covers
+    Clock retired;  // clock of destroyed streams, because a device synchronisation covers them too
   };
   struct Split {
     const RunPiece& run;
@@ -177,7 +176,7 @@ class Machine {
   Stream& new_stream(int device, int number);
 
   // machine.cpp
-  void evaluate(Stream& stream);  // adds it to the ready list if its head op can make a step
+  void evaluate(Stream& stream);  // adds the stream to the ready list if its first op can make a step
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
@@ -200,7 +199,7 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  std::chrono::steady_clock::time_point deadline() const;  // deadline for progress, from now
+  std::chrono::steady_clock::time_point deadline() const;  // now, plus the time without progress that is reported as a deadlock
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);

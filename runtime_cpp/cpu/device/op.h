@@ -73,27 +73,27 @@ struct Place {  // source position of a call; strings are interned, so that repo
   const char* call = nullptr;
 };
 
-// Description of an op for reports. Small, because the access history stores one per range.
+// Description of an op for reports. The struct is small, because the access history stores one per range.
 struct OpName {
   int device = 0;
   int stream = 0;
   const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
-  int subject = -1;                // argument of the call that the op writes or sends
+  int subject = -1;                // index of the argument that reports name; -1: none
   Place place;
 
   std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op's part in a collective, send or recv
+struct Part {  // an op's seat in a collective, send or recv
   std::shared_ptr<Match> match;
   int index;
 };
 
 struct Stream;
 
-// Signals from one rank to another under one number: arrived and enqueued counts.
+// Counts of the signals with one number from one rank to another.
 struct SignalCount {
   int sender = 0;  // device numbers
   int number = 0;

@@ -15,7 +15,7 @@ struct Candidate {
   Stream* stream;    // or null
   int device;
   int number;               // stream number
-  std::uint64_t* priority;  // stored by the owner; 0 until the picker draws one
+  std::uint64_t* priority;  // kept between picks; 0 until the picker draws one
 };
 
 class Picker {
@@ -24,9 +24,9 @@ class Picker {
 
   Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
   std::size_t pick(const std::vector<Candidate>& candidates);
-  // Gives a polling candidate the lowest priority, so that others can run.
+  // Gives a polling candidate the lowest priority, so that other candidates run.
   void demote(std::uint64_t& priority) { priority = --lowest_; }
-  // A bit of the seed, for settings that the seed decides.
+  // A random setting, determined by the seed.
   bool coin(int which) const { return (mixed_ >> which) & 1; }
   std::size_t draw(std::size_t n) { return static_cast<std::size_t>(random_() % n); }
   std::uint64_t steps() const { return steps_; }

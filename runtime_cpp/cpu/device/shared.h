@@ -1,7 +1,7 @@
-// Communicators whose ranks are processes of one host, by shared memory.
+// Communicators over shared memory, for ranks that are processes of one host.
 //
-// The memory is an anonymous file. Other processes open it by process id and file descriptor. The OS frees it with the last
-// process.
+// The memory is an anonymous file. Other processes open it by process id and file descriptor. The OS frees the memory when the
+// last process ends.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -31,7 +31,7 @@ int new_shared_file(std::size_t bytes);    // -1 on failure
 // Maps a file of another process of this host. Null if that process has ended or is inaccessible.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
-// Data to send to a peer or receive from it, in consecutive pieces.
+// Bytes to send to a peer, or to receive from a peer. A message consists of consecutive pieces.
 struct Piece {
   char* data;
   std::size_t bytes;
@@ -71,12 +71,12 @@ class SharedGroup {
   int arrived() const;
   int device_of(int rank) const;
 
-  // Transfers all pieces, concurrently with those of other ranks.
+  // Sends and receives all pieces.
   bool move(Traffic& traffic);
   void give_signal(int to, int number);
   bool await_signals(int from, int number, std::uint64_t count);
 
-  // Number of unfinished ops. If it is 0, all ranks have issued the same operations.
+  // Number of unfinished ops. At 0, all ranks have issued the same operations.
   std::atomic<int> pending = 0;
 
  private:
@@ -89,11 +89,11 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Calls copy(ring position, data, bytes) for the next parts of the pieces, and advances `count` up to `end`.
+  // Calls copy(ring position, data, bytes) for the next parts of the pieces. Advances `count` to `end` at most.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);
-  // Calls `done` after each progress of another rank, and periodically.
+  // Waits until done() is true. Calls `done` after each progress of another rank, and periodically.
   bool wait(const std::function<bool()>& done);
 
   Mapping mapping_;

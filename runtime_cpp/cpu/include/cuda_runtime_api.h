@@ -62,7 +62,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
-// Declared so that a program that uses them compiles; every call fails with "not supported by the CPU device".
+// A program with these functions compiles, but every call fails with "not supported by the CPU device".
 typedef void (*cudaHostFn_t)(void* userData);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* userData);
 

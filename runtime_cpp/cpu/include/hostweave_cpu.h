@@ -32,7 +32,7 @@ typedef struct hw_cpu_config {
   int processes = 0;             // 1: each rank is a process of this host with one device; parallel mode only
   int workers = 0;               // parallel mode; 0 means one per core
   int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
-                                 // (yes in parallel mode). NCCL orders them; "no" detects reliance on that.
+                                 // (yes in parallel mode). NCCL has this order; 0 finds programs that depend on it.
   int buffered_sends = -1;       // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies = -1;   // report unordered conflicting accesses: 1 yes, 0 no, -1 in seeded mode only
   double timeout_seconds = 120;  // time without progress, with a host thread waiting, that is reported as a deadlock
@@ -64,8 +64,8 @@ void hw_cpu_fail_call(const char* call, int nth);
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
-// Report of the failure that stopped all ranks, else this thread's last error, else "". Valid until this thread calls the
-// function again.
+// Report of the failure that stopped all ranks, otherwise this thread's last error, otherwise "". Valid until this thread calls
+// the function again.
 const char* hw_cpu_last_report(void);
 // 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
@@ -84,7 +84,7 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// Makes cublasLtMatmul report `count` algorithms, for tests of tuning. All compute the same; later ones are faster. The second
+// Makes the heuristic return `count` algorithms, for tests of tuning. All give the same result; later ones are faster. The second
 // function returns how often an algorithm has run since.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
@@ -100,16 +100,15 @@ typedef struct hw_cpu_range {
 } hw_cpu_range;
 
 // Enqueues a kernel: `run` is called once with a copy of the closure and executes the whole grid. `name` and the ranges are
-// copied. Seeded mode fills write-only ranges with NaN when the kernel begins. Reports name the argument `subject` of the
-// enqueuing call.
+// copied. Seeded mode fills write-only ranges with NaN when the kernel begins. `subject` is the index of the argument that
+// reports name.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Increments a word when the op that is now the last one on the stream is done. If that op is captured, each launch of its
-// graph increments the word.
+// Increments a word when the last op that is now on the stream is done; if that op is captured, at each launch of the graph.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
-// Binary signals: a rank gives the next one only after its peer has consumed the previous one, in calls and in graphs.
+// Binary signals: hw_cpu_set_signal waits until the peer has consumed the previous signal, in calls and in graphs.
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 

@@ -27,7 +27,7 @@ struct Devices {
 Devices& devices = *new Devices;  // leaked: its reaper thread outlives main
 
 const std::string kReaper = "what is freed";
-thread_local bool is_freeing = false;  // this thread holds the lease of a release
+thread_local bool is_freeing = false;  // this thread runs a release
 
 // Runs one release. The lock is held and no lease exists.
 void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& release) {
@@ -37,7 +37,7 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     target::configure({}, 1);
   } catch (const std::exception&) {
-    // Best effort after a failed round.
+    // Ignored, because the release may still succeed.
   }
   lock.unlock();
   is_freeing = true;
@@ -99,7 +99,7 @@ void DeviceLease::free(std::function<void()> release) {
   devices.releases.push(std::move(release));
   try {
     if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
-  } catch (const std::system_error&) {  // no memory for a thread: the next thread that frees resources starts it
+  } catch (const std::system_error&) {  // too little memory for a thread: the next `free` tries again
     devices.has_reaper = false;
   }
   devices.free.notify_all();

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // maximum cached graphs per program
 
-// A stream for one capture, isolated from other threads.
+// A stream for one capture, in the mode in which calls of other threads do not affect the capture.
 class CapturedStream {
  public:
   CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
@@ -44,7 +44,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Runs a call during capture. After a failure nothing was enqueued.
+// Runs a call during a capture. Converts its error, after which nothing was enqueued.
 template <class Call>
 auto captured(const Call& call) {
   try {
@@ -68,7 +68,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // delegates, so that members are freed if the rest fails
+Pulse::Pulse() : Pulse(nullptr) {  // delegates, so that the destructor runs if this body throws
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
@@ -83,7 +83,7 @@ Pulse::~Pulse() {
   if (stream_) cudaStreamDestroy(stream_);
 }
 
-// Copies on a forked stream, so that the call does not wait for the copy.
+// Sets the word on a forked stream, so that the call does not wait for the copy.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
@@ -165,8 +165,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Windows grow on all ranks together, and a capturing rank uses the new ones, so graphs for the old ones are dropped on all
-  // ranks.
+  // Drops graphs that use earlier memory. All ranks drop them at the same call, because memory grows on all ranks together.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();
@@ -257,8 +256,8 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (
-      const std::exception& error) {  // caught while this rank still uses the device: stops the other ranks before they continue
+  } catch (const std::exception&
+               error) {  // caught while this rank still holds the lease, so that the other ranks stop before they continue
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

@@ -22,7 +22,7 @@ using namespace std::chrono_literals;
 constexpr auto kGrace = 2s;     // time for a running call to end before its channels are aborted
 constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; other users of the GPU, or a graph, may block it
 
-// Runs work in the background with the device current, or on this thread if there is no memory for another one.
+// Starts work on another thread, or runs it on this thread if no thread can be created. The device is current.
 std::future<void> started(int device, std::function<void()> work) {
   const auto task = std::make_shared<std::packaged_task<void()>>([device, work = std::move(work)] {
     const OnDevice current(device);
@@ -165,7 +165,7 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  std::unique_lock use(in_use_, kGrace);  // on timeout the call is inside NCCL, which only another thread can end
+  std::unique_lock use(in_use_, kGrace);  // after the timeout, the call is inside NCCL, and aborting its communicator ends it
   std::vector<ncclComm_t> comms;
   std::vector<std::future<void>> done;
   {
@@ -173,7 +173,7 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // Launches that wait for other ranks must end first: until then a destroyed graph exists, and NCCL waits for its end.
+  // A destroyed graph exists until its launches end, and NCCL waits for it. So the waits of the launches must end first.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -216,7 +216,7 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-// The lease comes first, because a thread that frees a member's resources already holds one.
+// Takes the lease before the member, because a thread that frees resources of a member already holds a lease.
 Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);

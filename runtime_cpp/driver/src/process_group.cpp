@@ -6,7 +6,7 @@
 namespace hw {
 namespace {
 
-// Splits "dp, tp" into "dp" and "tp".
+// Calls use("dp") and use("tp") for "dp, tp".
 template <class Use>
 void for_each_axis(const std::string& axes, const Use& use) {
   for (size_t begin = 0; begin < axes.size();) {
@@ -16,7 +16,7 @@ void for_each_axis(const std::string& axes, const Use& use) {
   }
 }
 
-// Process group along `axes` of the rank with number `index` in a mesh. The mesh consists of `ranks` of the world, or of all.
+// Process group along `axes` of the rank with number `index` in a mesh. `ranks` are the world ranks of the mesh; empty for all.
 ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, Transport transport, int64_t index,
                               List<int64_t> ranks = {}) {
   std::vector<int64_t> coordinates(mesh_axes.size());

@@ -1,7 +1,7 @@
-// Ends waits for signals of a peer that is gone.
+// Ends the waits of streams for signals of a peer that has exited.
 //
-// NCCL makes streams wait for values in device memory (cuStreamBatchMemOp); ncclCommAbort does not end these waits. A captured
-// wait reveals the address. Filling that memory with a large value ends all waits.
+// NCCL makes streams wait for values in device memory (cuStreamBatchMemOp), and ncclCommAbort does not end these waits. The graph
+// of a captured wait contains the address of the values. Large values at that address end all waits.
 #include "signals_cuda.h"
 
 #include <dlfcn.h>
@@ -30,7 +30,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr int kLarge = 0x7f;    // per byte; larger than any count
-constexpr auto kPatience = 5s;  // time for the device to finish waiting work
+constexpr auto kPatience = 5s;  // time for the waiting work to end
 
 // Memory in which signals of a communicator arrive.
 struct Signals {
@@ -79,7 +79,7 @@ void give(const std::vector<Signals>& signals) {
     *idle = true;
   });
   const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!*idle && std::chrono::steady_clock::now() < end) {  // repeatedly, because late signals of peers overwrite it
+  while (!*idle && std::chrono::steady_clock::now() < end) {  // repeatedly, because late signals of peers overwrite the values
     for (const Signals& one : signals) {
       if (cudaStreamQuery(one.stream) == cudaSuccess) cudaMemsetAsync(one.data, kLarge, one.bytes, one.stream);
     }
@@ -97,7 +97,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   int least = 0, greatest = 0;
   HW_CHECK(cudaGetDevice(&found.device));
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // A priority that no other stream has, so that it does not queue behind waiting streams.
+  // No other stream has this priority, so the writes do not queue behind streams that wait.
   HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
   HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;

@@ -1,4 +1,4 @@
-// Aborts the waits for signals from a peer that has exited.
+// Memory of the signals that NCCL's one-sided calls wait for.
 #pragma once
 #include <nccl.h>
 
@@ -6,7 +6,7 @@
 
 namespace hw::target {
 
-// Records where the signals of a new communicator arrive, so that `abort` can set them. Its device must be current.
+// Finds the signals of a new communicator, so that `abort` can set them. The device of the communicator must be current.
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group);
 
 }  // namespace hw::target

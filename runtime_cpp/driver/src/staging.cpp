@@ -14,10 +14,10 @@
 namespace hw {
 namespace {
 
-// Empty arrays need an address too.
+// Empty arrays get memory too, because they need an address.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
-// Enables direct copies from that GPU, instead of through host memory, if the machine supports it.
+// Enables direct copies from the GPU `peer` if the machine supports them; other copies pass through host memory.
 void see(int device, int peer) {
   int can = 0;
   HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
@@ -66,12 +66,10 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 
 // Copies inputs on GPUs of other ranks to local memory.
 //
-// A copy between two GPUs may occupy queues of both, which copies of other ranks from the same GPU share. If copies were enqueued
-// between calls, they could deadlock: a rank's copy for a later call waits for the rank's earlier calls. This copy could be
-// queued before another rank's copy for an earlier call, whose collectives need every rank. So all ranks fetch before any call,
-// when no collective is running, and copies wait only for copies. Afterwards a GPU is used only by its rank, and the rank waits
-// for other ranks only in collectives. All ranks enqueue the collectives in one order, after everything they need, so even a
-// single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
+// All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of
+// both. A rank's copy for call 2 waits for its call 1. If that copy is queued before another rank's copy for call 1, call 1 never
+// starts on the other rank, and its collectives never end. After the fetch only its rank uses a GPU. All ranks enqueue
+// collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());
@@ -89,7 +87,7 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// Arrays on this device are used in place if they are sufficiently aligned.
+// Device addresses of arrays: memory of `staging`, or the array if it is on this device and sufficiently aligned.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
   std::vector<void*> placed;
@@ -114,13 +112,13 @@ void StagedCalls::copy_in(size_t call) const {
 void StagedCalls::copy_out(size_t call) const {
   const std::vector<Array>& outputs = calls_[call].outputs;
   const bool blocks = target::kCopiesBlock && std::ranges::any_of(outputs, [](const Array& array) { return array.device < 0; });
-  if (blocks) instance_.member().synchronize(caller_);  // notices a stop, which a blocked thread would not
+  if (blocks) instance_.member().synchronize(caller_);  // throws if the ranks are stopped; a blocking copy would not return
   for (size_t i = 0; i < outputs.size(); ++i) copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
 }
 
 void StagedCalls::meet() const { target::meet(static_cast<int>(instance_.member().rank().size())); }
 
-// Waits for the calls, then for work that an incorrect program left on unjoined streams.
+// Waits for the calls, then for work on streams that an incorrect program did not join.
 void StagedCalls::finish() const {
   instance_.member().synchronize(caller_);
   HW_CHECK(cudaDeviceSynchronize());

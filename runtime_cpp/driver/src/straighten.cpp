@@ -75,7 +75,7 @@ class Ended {
     }
   }
 
-  // True if the edge `before` alone guarantees that `node` has ended when the edge's target starts.
+  // True if the edge `before` guarantees that `node` has ended when the target of the edge starts.
   bool has(size_t node, const Edge& before) const {
     return begins_[before.from].has(node) || (before.kind == Edge::full && ends_[before.from].has(node));
   }

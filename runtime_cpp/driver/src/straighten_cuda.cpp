@@ -62,7 +62,7 @@ uint32_t repeated(uint32_t value, unsigned element_size) {
   return element_size == 2 ? (value & 0xffff) * 0x00010001 : value;
 }
 
-// Kernel node equivalent to a memset node, still without edges; null for a 2-D memset with gaps.
+// Adds a kernel node that does the same as a memset node, without edges. Returns null for a 2-D memset with gaps.
 cudaGraphNode_t kernel_for(cudaGraphNode_t memset, cudaGraph_t graph, cudaStream_t idle) {
   cudaMemsetParams p;
   HW_CHECK(cudaGraphMemsetNodeGetParams(memset, &p));
@@ -106,7 +106,7 @@ class Straightening {
     }
   }
 
-  // Changes as few edges as possible; needed edges between kernels stay.
+  // Replaces the edges of the graph. Needed edges between kernels stay unchanged.
   void lay_edges() {
     const CudaEdges given = edges_of(graph_);
     std::vector<bool> stays(given.data.size());
@@ -141,8 +141,7 @@ class Straightening {
     return false;
   }
 
-  // Adds each event once. That suffices: an event that the graph awaits was recorded before its launch, or is recorded by the
-  // graph itself, in the order of its edges.
+  // Adds an event once, even if several nodes await or record it, because the edges of the graph order these nodes.
   static void add(cudaEvent_t event, std::vector<cudaEvent_t>& events) {
     if (std::ranges::find(events, event) == events.end()) events.push_back(event);
   }
@@ -167,8 +166,8 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL adds nodes that await and record its events, to order launches with plain calls. Doing this before and after the whole
-// graph keeps that order.
+// NCCL adds nodes that await and record its events, in order to order launches with plain calls. The launch awaits and records
+// these events instead, before and after the whole graph, which keeps the order.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

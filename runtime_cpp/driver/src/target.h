@@ -13,10 +13,10 @@
 
 namespace hw::target {
 
-// Sets the schedule before the ranks start a round. Throws ExecutionError unless this machine has `ranks` devices.
+// Sets the schedule before the ranks start a round. Throws ExecutionError if this machine has fewer than `ranks` devices.
 void configure(const Schedule& schedule, int ranks);
 
-// RAII: while it lives, this thread is the thread of a rank, whose device has the same number.
+// RAII: makes this thread the thread of a rank, whose device has the same number.
 class Attached {
  public:
   explicit Attached(int rank);
@@ -24,14 +24,13 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks if the device detects deadlocks. If one rank left before another arrived, a deadlock of the latter would
-// go undetected.
+// Barrier of all ranks on the CPU device. It would not detect a deadlock if one rank left before another arrived.
 void meet(int ranks);
-// Blocks until the stream is done. False: not done yet; call again after checking for a stop request.
+// Waits for the stream. Returns false if the stream is not done yet: check if the ranks are stopped, and call again.
 bool synchronize(cudaStream_t stream);
-// The device's report of the failure that stopped all ranks, or "".
+// Report of the failure that stopped all ranks, or "".
 std::string report();
-// Makes every blocked or later call of every rank fail, if the device supports it.
+// Makes every blocked or later call of every rank fail on the CPU device. Does nothing on CUDA.
 void stop(const std::string& reason);
 
 // True if only one group at a time may use the devices.
@@ -42,11 +41,11 @@ extern const bool kCopiesBlock;
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not join in time, or if
-// `aborted` becomes true.
+// Collective in the process group; call it with the device current. Throws ExecutionError if some ranks do not join in time, or
+// if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
-// Aborts communicators, with their device current. Ends waits of streams on them, even if a peer is gone.
+// Aborts communicators; call it with their device current. Ends the waits of streams for them, even if a peer has exited.
 void abort(const std::vector<ncclComm_t>& comms);
 // Waits at the end of a call: for the device on the CPU target, not at all on CUDA.
 void finish();

@@ -86,7 +86,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
   if (process_group.transport == Transport::one_sided) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.numRmaSig = 64;                          // signal numbers per peer
-    config.rmaEagerInit = 1;                        // eager, because only registrations follow
+    config.rmaEagerInit = 1;                        // initialises one-sided calls with the communicator
     config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
     return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
   }
@@ -96,7 +96,8 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 
 }  // namespace
 
-// NCCL waits for the other ranks without a timeout, so a thread makes the call and is abandoned after a timeout or an abort.
+// NCCL waits for the other ranks without a timeout. So another thread makes the call, and after a timeout or an abort nobody
+// waits for this thread.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted) {
   const auto making = std::make_shared<Making>();

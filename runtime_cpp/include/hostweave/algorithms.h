@@ -1,4 +1,4 @@
-// Measured cuBLASLt algorithms, for programs that enable tuning.
+// Measured cuBLASLt algorithms, for programs with Options(tune=True).
 #pragma once
 #include <cublasLt.h>
 
@@ -8,11 +8,11 @@
 
 namespace hw {
 
-// Algorithm by problem. All ranks of the process use the algorithm that one of them has measured, so equal operands give equal
+// The algorithm of each problem. One rank measures, and all ranks of the process use its algorithm, so equal operands give equal
 // results.
 class Algorithms {
  public:
-  // Returns the algorithm of a problem, calling `measure` if it is unknown. Concurrent callers wait. The pointer stays valid.
+  // Returns the algorithm of a problem. Calls `measure` for a new problem; meanwhile other callers wait. The pointer stays valid.
   template <class Measure>
   const cublasLtMatmulAlgo_t* find(const std::string& problem, const Measure& measure) {
     const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// Memory of a program's temporaries. Calls use it one after another.
+// Memory of a program's temporaries. Calls use this memory one after another.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -13,11 +13,11 @@ namespace hw {
 class Arena {
  public:
   Arena();
-  // `calls` may also order calls of other programs.
+  // `calls` may be shared with other programs, whose calls then run one after another too.
   explicit Arena(CallOrder& calls);
 
-  // Places every buffer of the plan. Memory grows for larger sizes and never shrinks. Memory that a captured graph may use stays
-  // in place as long as the program lives.
+  // Places every buffer of the plan. The memory grows if needed and never shrinks. Memory of captured graphs is freed with the
+  // program.
   void reserve(MemoryPlan& plan);
 
   // See CallOrder.

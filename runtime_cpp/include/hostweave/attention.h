@@ -11,8 +11,8 @@
 
 namespace hw {
 
-// CUDA kernels of this package, by dtype and maximum head size. Each is a separate library, linked only to programs that may need
-// it; on other targets they are empty.
+// CUDA kernels of this package for one dtype and maximum head size. Each such set is a separate library, which is linked only to
+// programs that may need it. Empty on other targets.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;
@@ -21,19 +21,19 @@ extern const AttentionKernels attention_bf16_64, attention_bf16_128, attention_b
 struct AttentionOptions {
   double scale = 1;                           // scale of the scores
   bool causal = false;                        // a row attends to columns up to the diagonal
-  int64_t window = 0;                         // rows only attend to the last `window` of these columns; 0: all
+  int64_t window = 0;                         // a row attends only to the last `window` of these columns; 0: to all
   bool has_lse = false;                       // also returns log-sum-exps
   bool has_lengths = false;                   // columns end at the given lengths
   bool from_end = false;                      // the diagonal is relative to the end of the columns
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to its own
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
-  int streams = 1;                            // number of streams of the pool "ring" that the plan uses concurrently
-  const AttentionKernels* kernels = nullptr;  // fallback for problems that the device's library does not support
+  int streams = 1;                            // number of streams on which calls of the plan may run concurrently
+  const AttentionKernels* kernels = nullptr;  // for problems that cuDNN does not support
 };
 
-// Optional operands of a call, as selected by the options: lse is [batch, heads, rows], lengths are [batch], offsets are
-// [batch, sequences + 1], the starts of the sequences and the end of the last one.
+// Operands of a call that the options request. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch,
+// sequences + 1]: the starts of the sequences, and the end of the last one.
 struct Beside {
   float* lse = nullptr;
   const int32_t* lengths = nullptr;
@@ -42,7 +42,7 @@ struct Beside {
   void* bias_gradient = nullptr;
 };
 
-// Shapes of optional operands. The bias broadcasts to the scores, except for its last dim, which is contiguous.
+// Shapes of optional operands. The bias broadcasts to the scores, except along its last dim, which is contiguous.
 struct BesideShapes {
   std::optional<Strided> bias = {};
   int64_t sequences = 0;
@@ -64,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError if the device's library does not support the problem. Also throws if a row has no column, unless
-  // there are lengths.
+  // Throws ExecutionError if neither cuDNN nor the kernels support the problem, or if some row attends to no column, unless there
+  // are lengths.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

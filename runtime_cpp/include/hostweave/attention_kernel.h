@@ -1,10 +1,10 @@
-// Arguments of this package's attention kernels, shared by the kernels and their launches. They cover problems that cuDNN lacks.
+// Arguments of this package's attention kernels, for the kernels and their launches. cuDNN does not support all problems.
 #pragma once
 #include <cstdint>
 
 #include "hostweave/device.h"
 
-// Name of a kernel for HW_DTYPE and heads of up to HW_HEAD elements.
+// Symbol of a kernel for HW_DTYPE and heads of up to HW_HEAD elements.
 #define HW_ATTENTION(kernel) HW_ATTENTION_OF(kernel, HW_DTYPE, HW_HEAD)
 #define HW_ATTENTION_OF(kernel, dtype, head) HW_ATTENTION_JOINED(kernel, dtype, head)
 #define HW_ATTENTION_JOINED(kernel, dtype, head) kernel##_##dtype##_##head
@@ -40,8 +40,8 @@ struct AttentionKernel {
   float scale;
   bool causal;  // row i attends to columns up to i + diagonal
   int64_t diagonal;
-  bool from_end;   // true: up to i + diagonal + length
-  int64_t window;  // rows only attend to the last `window` columns; 0: all
+  bool from_end;   // true: row i attends to columns up to i + diagonal + length
+  int64_t window;  // a row attends only to the last `window` of these columns; 0: to all
 
   HeadsAt<const void> o_gradient;
   HeadsAt<void> q_gradient, k_gradient, v_gradient;
@@ -74,7 +74,7 @@ struct Sight {
   HW_DEVICE static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
   HW_DEVICE static int64_t not_negative(int64_t a) { return most(a, 0); }
 
-  // Sequence that contains a token; an empty range if the token is in none.
+  // Tokens of the sequence that contains a token; empty if no sequence contains it.
   HW_DEVICE Span sequence(int64_t token) const {
     int64_t low = 0, high = sequences + 1;  // number of offsets at or before the token
     while (low < high) {
@@ -100,7 +100,7 @@ struct Sight {
   }
 };
 
-// Kernels for one dtype and maximum head size; null if they are not compiled.
+// Launches of the kernels for one dtype and maximum head size; null if they are not compiled.
 struct AttentionKernels {
   void (*attend)(AttentionKernel);
   void (*differentiate_queries)(AttentionKernel);
@@ -121,7 +121,7 @@ struct PackedSequences {
   } operands[kMost];
 };
 
-// Fill value for tokens of no sequence, in a 16-bit operand.
+// Fills the rows of tokens that belong to no sequence, in an operand of 16-bit elements.
 struct OutsideSequences {
   const int32_t* offsets;
   int64_t batch, sequences, heads, tokens, size;
@@ -130,7 +130,7 @@ struct OutsideSequences {
   uint16_t value;
 };
 
-// Rows of 16-bit floats [batch, heads, rows, size] to which contiguous rows are added. The size is a multiple of 8, for vector
+// Adds a contiguous array to an array [batch, heads, rows, size] of 16-bit floats. The size is a multiple of 8, for vector
 // accesses of 8 elements.
 struct AddedRows {
   bool is_f16;  // otherwise bf16

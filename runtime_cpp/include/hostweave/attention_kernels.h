@@ -1,7 +1,7 @@
 // Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head and iterates over their
 // columns, rescaling its sums when the maximum grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
-// Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block owns columns and iterates over rows, so no
-// sums cross blocks. The order of sums is fixed: results are deterministic.
+// Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block owns columns and iterates over rows. No block
+// adds to the result of another, so results are deterministic.
 #pragma once
 #include "hostweave/attention_tiles.h"
 
@@ -115,7 +115,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.o, place.batch, place.head, place.first, q.rows, p.value_size, results);
 }
 
-// Data of a tile of rows, in shared memory.
+// Data of a tile of rows for the backward pass, in shared memory.
 struct Rows {
   int32_t begin[kTileSide], end[kTileSide];  // columns that each row attends to
   float lse[kTileSide];
@@ -124,7 +124,7 @@ struct Rows {
   __device__ bool sees(int row, int64_t column) const { return column >= begin[row] && column < end[row]; }
 };
 
-// The data is visible after the barrier of the next product.
+// Loads the data of a tile. Other threads see the data after the barrier of the next product.
 template <class T>
 __device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sight, int64_t batch, int64_t head, int64_t first) {
   wait_for_threads();
@@ -192,7 +192,7 @@ __device__ void differentiate_queries(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.q_gradient, batch, head, first, count, p.size, results);
 }
 
-// Here rows of the weights correspond to keys.
+// Gradients of keys and values. Here rows of the scores are keys.
 template <class T, int kHead>
 __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;
@@ -237,7 +237,7 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
 }
 
-// A block owns a tile of the bias and sums the gradients of all scores that the tile broadcasts to.
+// Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores to which the tile is added.
 template <class T>
 __device__ void differentiate_bias(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;

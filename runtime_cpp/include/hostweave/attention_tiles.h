@@ -1,5 +1,5 @@
-// Tiles of attention operands, and their products in f32; 16-bit operands use tensor cores. The threads of a block share a tile
-// of scores or of results. Products<T> defines which elements a thread owns. On the CPU device a block is one thread.
+// Tiles of attention operands, and their products in f32. Products<T> multiplies the tiles, and defines which elements of the
+// scores and results each thread owns. Products of 16-bit operands use tensor cores. On the CPU device a block is one thread.
 #pragma once
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kTileSide = kAttentionTile;
 
-// Rows of an operand.
+// Rows of one head of an operand.
 template <class T>
 struct Tile {
   const T* base;
@@ -83,7 +83,7 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Adds a 16 x 16 by 16 x 8 product to a thread's part of a 16 x 8 matrix.
+// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix, whose elements the threads of a warp share.
 #define HW_ADD_PRODUCT(T, name)                                                                                              \
   __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                      \
@@ -95,14 +95,15 @@ HW_ADD_PRODUCT(f16, "f16")
 HW_ADD_PRODUCT(bf16, "bf16")
 #undef HW_ADD_PRODUCT
 
-// Lives in shared memory, like the specialisations below. A warp computes 16 rows and 8 of every 16 columns, by mma.m16n8k16.
+// Products of 16-bit operands. The object is in shared memory, like the specialisations below. A warp computes 16 rows and 8 of
+// every 16 columns, by mma.m16n8k16.
 template <class T>
 class Products {
  public:
   static constexpr int kRows = 2, kOf16 = 2;
   using Scores = Part<Products, kTileSide>;
 
-  // Row or column of the tile for a thread's i-th row or j-th column; indices may exceed the tile's valid range.
+  // Row or column in the tile of a thread's i-th row or j-th column. It may be past the end of the tile.
   __device__ static int row(int i) { return strip() + threadIdx.x % 32 / 4 + 8 * i; }
   __device__ static int column(int j) { return 16 * (j / 2) + half() + threadIdx.x % 4 * 2 + j % 2; }
   __device__ static constexpr int rows(int64_t) { return kRows; }
@@ -131,7 +132,7 @@ class Products {
     }
   }
 
-  // Keeps the scores as weights for add_weighted.
+  // Copies the scores to shared memory, as weights for add_weighted.
   __device__ void keep(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -239,7 +240,7 @@ class Products {
   float halves_[2][kTileSide];
 };
 
-// f32 without tensor cores: a thread owns rows and columns with stride 16.
+// Products of f32 operands, without tensor cores. A thread owns rows and columns with stride 16.
 template <>
 class Products<float> {
  public:
@@ -330,7 +331,7 @@ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) 
   }
 }
 
-// The single thread owns all valid rows and columns. 16-bit operands are converted to f32 first.
+// Products on the CPU device. The thread owns all rows and columns of a tile. 16-bit operands are first converted to f32.
 template <class T>
 class Products {
  public:

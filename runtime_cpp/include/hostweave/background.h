@@ -1,4 +1,4 @@
-// Threads that nobody joins, because they may wait inside NCCL or CUDA for a peer that never arrives.
+// Threads that are not joined, because they may wait forever inside NCCL or CUDA for a peer.
 #pragma once
 #include <functional>
 
@@ -7,8 +7,8 @@ namespace hw {
 // Runs `work` on a new thread. Throws std::system_error if there is no memory for a thread.
 void in_background(std::function<void()> work);
 
-// Call it before the process exits. Waits until the threads of this library have ended. If some still run after `seconds`, the
-// process will end without destroying static objects, because the threads use static objects of NCCL and CUDA.
+// Waits until the threads of this library have ended. Call it before the process exits. If some threads still run after
+// `seconds`, the process will exit without destroying static objects, because the threads use those of NCCL and CUDA.
 void finish_background(double seconds);
 
 }  // namespace hw

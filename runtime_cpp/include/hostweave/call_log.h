@@ -1,7 +1,7 @@
-// The log of a rank's calls: the lines of program.cpp that it has enqueued, and the progress of its streams. The report of a hang
-// reads it. HW_CHECK logs a line; the streams, events and channels in its call have logged themselves before. Each op that may
-// wait for other calls or ranks is followed by a milestone (milestones.h). The milestones and the order of streams and events
-// determine which lines have finished.
+// Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
+// HW_CHECK logs the line of a call. When the call's arguments are evaluated, its stream, events and channel add themselves to the
+// log. A milestone (milestones.h) follows each op that may wait for other calls or ranks. The milestones and the order of streams
+// and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ class Channel;
 struct LoggedOps;   // ops of a call, or of a graph
 struct Standstill;  // standstill.h
 
-// Lets this thread query events while another thread captures. The queries do not affect the capture.
+// RAII: lets this thread query events while another thread captures, without invalidating that capture.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -36,15 +36,15 @@ class CallLog {
 
   // --- for the thread that makes calls, one after another
 
-  // A call begins. All work that is enqueued until `end_call` belongs to it.
+  // Begins a call. All work that is enqueued until `end_call` belongs to the call.
   void begin_call();
-  // All of its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
+  // Ends the call. All its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
   void end_call(cudaStream_t caller);
-  // The call is the launch of a graph of these ops.
+  // States that the call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // While it lives, the current thread adds lines: to the call that has begun, or else to the ops of a capture. A capture has
-  // milestones if `is_marked`. Pass the result of `prepare_capture`.
+  // RAII: the current thread adds lines to the call that has begun, or otherwise to the ops of a capture. A capture has
+  // milestones if `is_marked`, which is the result of `prepare_capture`.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);
@@ -53,11 +53,11 @@ class CallLog {
   };
   // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Called at the begin and end of every launch of a graph that the application captures. Not called without milestones. Throws
-  // ExecutionError.
+  // Call these in a capture of the application, before and after the captured work. They add milestones, unless the capture has
+  // none. Throw ExecutionError.
   void begins_launch();
   void ends_launch();
-  // Returns the ops that were added last outside of a call. The graph holds them until it calls `forget`.
+  // Returns the ops of the last capture. The graph calls `forget` when it no longer needs them.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 

@@ -17,7 +17,7 @@ const char* name_of(Transport transport);
 
 class PeerGroup;
 
-// Memory of the application that all ranks of the world can access.
+// Memory of a rank's application, and the same memory of all other ranks, which this rank can access.
 struct SharedMemory {
   char* data = nullptr;
   size_t bytes = 0;
@@ -34,7 +34,7 @@ struct Route {
 
 class Channel;
 
-// The communicator of a channel for a call of NCCL. Its use adds the channel to the call log.
+// The communicator of a channel, as an argument of NCCL calls. The conversion to ncclComm_t adds the channel to the call log.
 class Communicator {
  public:
   explicit Communicator(const Channel& channel) : channel_(channel) {}
@@ -72,9 +72,9 @@ class Channel {
   // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;
 
-  // Corresponding address in a peer's memory; null if `place` is not in memory that all ranks share.
+  // Address in a peer's memory that corresponds to `place`; null if `place` is not in shared memory.
   char* on_peer(int64_t peer, const char* place) const;
-  // Shared memory of the rank that owns the channel.
+  // Sets the shared memory that `on_peer` searches.
   void set_shared(const std::vector<SharedMemory>* shared) { shared_ = shared; }
 
  private:

@@ -14,7 +14,7 @@
 #define HW_FILE __FILE__
 #endif
 
-#ifdef HOSTWEAVE_CPU_DEVICE  // its reports name the source line of the call
+#ifdef HOSTWEAVE_CPU_DEVICE  // reports of the CPU device name the line of the call
 #include <hostweave_cpu.h>
 #define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
 #else  // NVTX range until the end of the statement

@@ -25,7 +25,7 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // A barrier in two parts that publishes no writes, and so does not wait for them.
+  // A barrier in two parts, which does not make writes visible, and so does not wait for writes.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
   // Writes the corresponding shared memory element of another block.
@@ -60,12 +60,12 @@ struct Cluster {
 #endif
 };
 
-// Thread blocks that share a lane: a cluster, or a whole cooperative grid.
+// Thread blocks that process a row together: a cluster, or a whole cooperative grid.
 struct Team {
   __device__ static bool is_grid() { return gridDim.y > 1; }
   __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
   __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
-  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter and leaves the other bits as before.
+  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter; the other bits are then as before.
   __device__ static void meet() {
     if (!is_grid()) return Cluster::meet();
     unsigned* const arrived = counter();
@@ -81,7 +81,8 @@ struct Team {
   }
 
  private:
-  // The driver's barrier counter of a cooperative grid, found as in cooperative_groups. NVRTC cannot use that header alone.
+  // Address of the driver's barrier counter of a cooperative grid, computed as in cooperative_groups.h. NVRTC cannot compile that
+  // header without the CUDA toolkit.
   __device__ static unsigned* counter() {
     unsigned high, low;
     asm("mov.u32 %0, %%envreg1;" : "=r"(high));

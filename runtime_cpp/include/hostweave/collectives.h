@@ -1,6 +1,6 @@
 // Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
 // equal, else one call per rank's block, in a group. all_to_all always sends and receives blocks. All ranks know all sizes, so
-// they post matching calls.
+// their calls match.
 #pragma once
 #include <nccl.h>
 

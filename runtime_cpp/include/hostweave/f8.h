@@ -6,10 +6,10 @@
 
 namespace hw {
 
-// Conversion saturates, also for infinities, which the type lacks.
+// Conversion saturates. The type has no infinities, so they become the largest number too.
 using f8e4m3 = __nv_fp8_e4m3;
 
-// Conversion overflows to infinity, unlike CUDA's own, which saturates.
+// Conversion overflows to infinity; CUDA's conversion saturates.
 struct f8e5m2 : __nv_fp8_e5m2 {
   f8e5m2() = default;
   HW_DEVICE explicit f8e5m2(float value) : __nv_fp8_e5m2(value) {

@@ -1,6 +1,6 @@
-// Matmuls with few rows, x[rows, depth] w[depth, columns], which are bound by reading the weights once. A cluster owns
-// kProductColumns columns, and each of its warps sums a part of the depth. The warps' sums are added in a fixed order, so results
-// are deterministic. Several matmuls with the same x are computed together.
+// Matmuls with few rows, x[rows, depth] w[depth, columns], whose time is that of reading the weights once. A cluster computes
+// kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
+// are deterministic. One kernel may compute several matmuls with the same x.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -32,7 +32,7 @@ __device__ inline uint4 stream_in(const void* from, bool exists) {
   return v;
 }
 
-// Prefetches to L2, which is coherent with global memory: safe even before another kernel has written there.
+// Prefetches to L2. L2 is coherent with global memory, so this is safe even before another kernel writes to the address.
 __device__ inline void prefetch(const void* from, bool exists) {
   if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -51,16 +51,16 @@ __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
-// Terms 4 i to 4 i + 3 of a read, of 16 bits each.
+// Terms 4 i to 4 i + 3 of a 16-byte read, as 16-bit floats.
 template <class T>
 __device__ uint2 four_terms(const uint4& v, int i, T) {
   static_assert(sizeof(T) == 2);
   return {word(v, 2 * i), word(v, 2 * i + 1)};
 }
 
-#ifdef __CUDA_FP8_H__  // NVRTC compiles kernels without 8-bit floats faster without the header
+#ifdef __CUDA_FP8_H__  // set if the kernel has 8-bit floats; other kernels compile faster without this header
 
-// 8-bit floats are multiplied as f16, which represents all of them.
+// 8-bit floats are multiplied as f16, which is exact.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
   multiply_add(sums, w, x0, x1, f16());
 }
@@ -88,11 +88,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads.
-//
-// The transposed weights are the first operand of the tensor core. The order of terms does not matter, so a lane supplies the
-// 8 or 16 terms of 8 columns that it reads together.
-// Each group of kFewRows rows has its own sums.
+// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. A lane supplies the terms that it reads
+// together, because tensor cores may add terms in any order.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -156,7 +153,7 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// f32 avoids tensor cores, which would round the operands. 16 lanes own 4 columns each.
+// Sums of f32, without tensor cores, because these would round the operands. 16 lanes own 4 columns each.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -212,7 +209,7 @@ struct WideSums<float, kTransposed, 1> {
   }
 };
 
-// Fallback for any operands, one element at a time.
+// Sums for operands that do not allow 16-byte reads, one element at a time.
 template <class T, bool kTransposed, int kGroups = 1>
 struct NarrowSums {
   static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;
@@ -245,7 +242,7 @@ struct NarrowSums {
 // Smaller of i and count - 1.
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Adds sums of terms of one block, times the scales of the block. `first` is the first column.
+// Multiplies the sums over one block of scales by the scales, and adds them to the total. `first` is the first column.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
@@ -257,7 +254,7 @@ __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>&
   }
 }
 
-// A warp's share of the depth: every `step`-th group of terms.
+// A warp's share of the depth: groups of terms that start at begin, begin + step, ...
 struct WarpPart {
   int64_t begin, step;
 };
@@ -268,8 +265,8 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) for every element, with one sum per matmul, in one thread each. Calls hw::griddep_wait() after it
-// has prefetched the first weights and allowed the next kernel to launch. With `kOfBlocks`, the scales of blocks are applied.
+// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. Prefetches the first weights before
+// hw::griddep_wait(), and allows the next kernel to launch early. With `kOfBlocks`, applies the scales of blocks.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {
@@ -353,7 +350,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
 
 #else
 
-// Accumulates in f64, so that the order of terms does not matter.
+// Implementation for the CPU device, which accumulates in f64.
 template <bool kTransposed, class T, int kCount, class End>
 void few_rows(const FewRows<T, kCount>& p, const End& end) {
   for (int64_t first = 0; first < p.columns; first += kProductColumns) {

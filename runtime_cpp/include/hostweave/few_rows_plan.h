@@ -1,4 +1,4 @@
-// Matmuls with few rows for MatmulPlan, by the kernels of few_rows.cu. The CPU device always uses cuBLASLt calls.
+// Matmuls with few rows for MatmulPlan, by the kernels of few_rows.cu. The CPU device has no such kernels.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <library_types.h>

@@ -1,4 +1,4 @@
-// Closes this thread's NCCL group if an exception leaves it.
+// Ends this thread's NCCL group if an exception is thrown in it.
 #pragma once
 #include <nccl.h>
 

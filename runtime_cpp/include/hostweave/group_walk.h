@@ -1,5 +1,5 @@
-// Tiles of groups whose bounds are read on the device. A block processes several tiles of the result, and finds the group of each
-// by a scan over the groups.
+// Tiles of grouped matmuls, whose bounds of groups are in device memory. A block processes several tiles of the result. It finds
+// the group of each tile by a prefix sum over the groups.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"
@@ -19,19 +19,20 @@ __device__ inline GroupRows rows_of(const GroupedProblem& p, int64_t group) {
   return {limited(p.starts[group] - p.first, p.rows), limited(p.ends[group] - p.first, p.rows)};
 }
 
-// Tile number `round` of this block. Odd rounds assign tiles in reverse order of blocks, so that no block always has the largest.
+// Number of the tile that this block processes in round `round`. Odd rounds assign tiles in reverse order, to balance the load.
 __device__ inline int tile_of_block(int round) {
   const int blocks = gridDim.x, block = blockIdx.x;
   return round * blocks + (round % 2 ? blocks - 1 - block : block);
 }
 
-// A tile of results: its first row of the operand and of the result, its tile of columns, and the rows of its group.
+// A tile of the result: its first row, the number of its tile of columns, and the rows of its group.
 struct GroupTile {
   int64_t group, row, column;
   GroupRows rows;
 };
 
-// Bands of 8 rows of tiles are traversed column by column, so that tiles that run at the same time share operands.
+// Row and column of tile number `place`. The order is column by column in bands of 8 rows, so that concurrent tiles share
+// operands.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   constexpr int kBand = 8;
   const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
@@ -121,7 +122,7 @@ __device__ void fill_between_groups(const GroupedProblem& p, int thread, int thr
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
     const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};
-    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // an empty group ends nothing
+    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // before an empty group there is no gap
     int64_t end = begin < 0 ? 0 : own.end;
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(~0u, end, distance);

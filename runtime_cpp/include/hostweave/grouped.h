@@ -1,4 +1,4 @@
-// Grouped matmuls: products of groups of rows whose bounds are data. The host never reads them.
+// Grouped matmuls: products of groups of rows. The bounds of the groups are in device memory, and the host never reads them.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,7 +10,7 @@
 namespace hw {
 
 struct GroupedTypes {
-  cudaDataType_t operands, result;  // f32 results of 16-bit operands are sums that are not rounded
+  cudaDataType_t operands, result;  // results of 16-bit operands may be f32, which are not rounded
 };
 
 inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }

@@ -8,8 +8,8 @@ namespace hw {
 
 // --- 16-bit floats, by tensor cores -----------------------------------------------------------------------------------
 
-// Processes the tiles of this block one after another. find(number, tile) returns false after the last tile. Copies of a tile
-// begin before the previous one is stored.
+// Processes the tiles of this block one after another. find(number, tile) returns false after the last tile. The copies of the
+// next tile begin before a tile is stored.
 template <class T, class Product, class Find>
 __device__ void multiply_tiles(const GroupedProblem& p, T* shared, const Find& find) {
   Product product(shared, p.wide);
@@ -69,7 +69,7 @@ __device__ void multiply_rows_of_groups(const GroupedProblem& p, T* shared) {
 
 // --- f32 and f64, without tensor cores --------------------------------------------------------------------------------
 
-// One tile of 64 x 64 results, 4 x 4 a thread. a(i, k) and b(k, j) give elements.
+// Computes a tile of 64 x 64 results, 4 x 4 per thread. a(i, k) and b(k, j) return elements of the operands.
 template <class T, class A, class B>
 __device__ void multiply_plain(const A& a, const B& b, int64_t rows, int64_t columns, int64_t depth, T* to, int64_t pitch) {
   constexpr int kSide = 64, kDepth = 16;

@@ -18,13 +18,13 @@ struct GroupedProblem {
   void* result;
 };
 
-// A CUtensorMap: address, sizes and pitches of an array, for copies of boxes of it.
+// A CUtensorMap: describes an array for the tensor memory accelerator, which copies boxes of its elements.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// Descriptions of the operands and the result, which have three dims and 16-bit elements. A box has 64 x 64 elements. For
-// column-major matrices, a box has 64 terms of all columns of a tile.
+// Tensor maps of the operands and the result: three dims, 16-bit elements, boxes of 64 x 64 elements. In a column-major matrix, a
+// box has 64 terms of all columns of a tile.
 struct GroupedMaps {
   TensorMap x, other, result;
 };

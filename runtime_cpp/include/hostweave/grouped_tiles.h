@@ -1,4 +1,4 @@
-// Tiles of operands in shared memory, and their products by the tensor core instructions that all GPUs since Ampere have.
+// Tiles of operands in shared memory, and their products by mma.sync, for GPUs since Ampere.
 #pragma once
 #include "hostweave/kernel.h"
 
@@ -9,8 +9,8 @@ constexpr int kGroupedThreads = 256;
 // Products on Hopper: one warpgroup copies tiles, and two multiply them.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
 constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;                       // size of a tile
-constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: for sums over rows
-constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes: stages, results, and alignment
+constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: if the product sums over rows
+constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes of stages, results and alignment
 
 #ifdef __CUDACC__
 
@@ -23,15 +23,14 @@ struct Operand {
   int64_t pitch, count;  // count: size of the dim that is not the depth
 };
 
-// A tile of the result, which begins at element `at` of the result. It is the product of a and b.
+// A tile of the result, which begins at element `at`. The tile is the product of the rows of a and the columns of b.
 template <class T>
 struct Tile {
   int64_t at, depth;
   Operand<T> a, b;
 };
 
-// kRows x kColumns elements of 16 bits, in chunks of 8 that are permuted so that the rows of a matrix of 8 x 8 are spread over
-// all banks.
+// kRows x kColumns elements of 16 bits. Chunks of 8 are permuted, so that rows of an 8 x 8 matrix are in different banks.
 template <class T, int kRows, int kColumns>
 struct SharedTile {
   static constexpr int kChunks = kColumns / 8;
@@ -43,7 +42,7 @@ struct SharedTile {
     return at + row * kColumns + turned * 8;
   }
 
-  // Starts to copy the `rows` x `columns` elements that exist. The rest of the tile becomes zeros.
+  // Starts to copy `rows` x `columns` elements. The rest of the tile becomes zeros.
   __device__ void copy(const T* from, int64_t pitch, int64_t rows, int64_t columns, bool wide) const {
 #pragma unroll
     for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
@@ -87,8 +86,8 @@ __device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], u
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. If kTurnedA, a is stored column by column;
-// if kTurnedB, b is. Stages of kDepth terms are copied while earlier ones are multiplied.
+// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA or kTurnedB, that operand is
+// column-major. Stages of kDepth terms are copied while earlier ones are multiplied.
 template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
 struct TileProduct {
   static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;

@@ -1,10 +1,9 @@
-// Pimpl without <memory>.
+// A pointer to implementation, without <memory>.
 #pragma once
 
 namespace hw {
 
-// Owns one T, which must be complete only where it is constructed. Users compile programs, and <memory> and <vector> would
-// dominate their compile time. Not copyable or movable.
+// Owns a T, which may be incomplete except where a Hidden is constructed. Programs with <memory> would compile more slowly.
 template <class T>
 class Hidden {
  public:

@@ -1,5 +1,5 @@
-// Integer helpers: floor division and modulo, index checks, and sharding of a dim. Each rank holds ceil(n / ranks) indices,
-// except the last ones, which may hold fewer or none.
+// Integer helpers: floor division and modulo, index checks, and sharding of a dim. Each rank holds ceil(n / ranks) indices, but
+// the last ranks may hold fewer or none.
 #pragma once
 #include <cstdint>
 
@@ -34,7 +34,7 @@ constexpr int64_t index_in(const int64_t (&ranks)[n], int64_t rank) {
   return -1;
 }
 
-// Throws std::out_of_range for an invalid index. Only the CPU device has it.
+// Throws std::out_of_range for an invalid index, on the CPU device.
 [[noreturn]] void index_out_of_range(bool negative, uint64_t index, int64_t n);
 
 }  // namespace hw

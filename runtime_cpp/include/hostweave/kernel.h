@@ -1,5 +1,5 @@
-// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device, one thread of one block runs the
-// whole kernel, so every loop below covers its whole range and block reductions are trivial.
+// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device one thread executes a whole kernel, so
+// every loop below covers its whole range, and reductions over a block return their argument.
 #pragma once
 #include <cstdint>
 
@@ -94,7 +94,8 @@ HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
   store(first, converted<T>(values));
 }
 
-// Starts a load whose result is needed later. Memory is loaded at once; a pseudo-array is read when its elements have arrived.
+// Starts a load whose result is needed later. A load from memory returns the vector; a load from a pseudo-array returns an object
+// that waits for the elements.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> request(const T* first) {
   return hw::load<kCount>(first);
@@ -112,7 +113,8 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
   return request.received();
 }
 
-// True if indices up to n plus one grid stride fit in 32 bits. Integer division is faster with them.
+// True if a loop over n elements can use 32-bit indices, which are faster to divide. The last index may exceed n by a grid
+// stride.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 HW_DEVICE const void* place_of(const void* array) { return array; }
@@ -123,8 +125,8 @@ HW_DEVICE bool aligned(const Arrays&... arrays) {
   return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
 }
 
-// A column of a tile, or the first of a vector of columns. Several threads split its rows. Threads past the last column repeat
-// the last ones and store nothing.
+// A column of a tile, or the first column of a vector. Several threads share the rows of a column. Threads past the last column
+// compute the last columns again, and store nothing.
 struct Column {
   int64_t index;
   bool stores_;
@@ -165,7 +167,8 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Programmatic dependent launch: the next kernel on the stream may start. That kernel itself waits for the end of this one.
+// Programmatic dependent launch: allows the next kernel on the stream to start. The next kernel waits for the end of this kernel
+// by griddep_wait.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -227,8 +230,8 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if their number depends on the length of a row.
-// CUB does not support that, and NVRTC takes two seconds to parse CUB.
+// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if the number of threads is unknown at compile
+// time. CUB does not support this, and NVRTC takes two seconds to parse CUB.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];
@@ -271,7 +274,7 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Redu
   }
   return values;
 }
-// The same, with the results in every thread.
+// Like reduce_rows_to_first, but every thread gets the results.
 template <int kThreads, class T, int kWidth, class ReduceOp>
 __device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth;

@@ -1,5 +1,5 @@
-// Gather, scatter, scans and sorting. A lane is the 1-D slice along the dim that such an op processes as a whole. One thread owns
-// a lane or a part of it if adjacent lanes are contiguous; otherwise a block owns it.
+// Gather, scatter, scans and sorting. Each op processes whole 1-D slices of its operand along one dim; a slice is called a lane.
+// A thread processes a lane or a part of one if adjacent lanes are contiguous; otherwise a block processes a lane.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -70,7 +70,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// A block, or each block of a team.
+// The threads of a block, each block alone or as one of a Team.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -104,7 +104,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane, and this thread's index among the threads that share it without synchronisation. Threads with equal indices own
+// A lane that several threads share without synchronisation, and this thread's index among them. Threads with equal indices own
 // adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
@@ -163,8 +163,8 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// For elements x that are indices of groups, below kGroups: the end of each group, the indices of the elements sorted by
-// group, and the position of each element in that order. An element of no group has position 0; the rest of the order is zeros.
+// Sorts elements by group, where x[i] is the group of element i. Groups are 0 to kGroups - 1; other values mean no group. y has
+// the end of each group, the indices of the sorted elements, and the position of each element in that order. The rest is zeros.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -201,13 +201,13 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   if constexpr (kMost == 0) {
     if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
   } else {
-    __shared__ int counts[kMost][kGroups];  // elements of a group in a part; later the position of its next element
+    __shared__ int counts[kMost][kGroups];  // number of elements of a group in a part; later the position of the next one
     const GroupOrder<U> order{y, kGroups, x.length};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
               parts = warps < kMost ? warps : kMost;
     const int64_t tiles = (x.length + 32 * parts - 1) / (32 * parts), begin = warp * tiles * 32, all = begin + tiles * 32;
     const int64_t end = warp >= parts ? begin : all < x.length ? all : x.length;
-    const auto for_each = [&](auto use) {  // use(i, group, threads of the group), 32 elements at once; group: -1 without one
+    const auto for_each = [&](auto use) {  // use(i, group or -1, lanes with that group), 32 elements at once
       for (int64_t tile = begin; tile < end; tile += 32 * kAtOnce) {
         int groups[kAtOnce];
 #pragma unroll
@@ -256,7 +256,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   }
 }
 
-// True if all threads of this warp are active and have the same part number and index array.
+// True if all threads of this warp are active, with the same part number and index array.
 inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
   if (__activemask() != ~0u) return false;
   int same_part, same_index;
@@ -270,12 +270,12 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for the elements i of a source whose destination is on this rank. One thread owns each destination, so
-// elements arrive in the order of the source.
+// Calls write(i, place) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
+// destination, in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
-  if (is_one_warp(group, index.first)) {  // each thread loads one index, then all threads pick theirs
+  if (is_one_warp(group, index.first)) {  // each thread loads one index, and the warp shares them
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
       const int64_t place = i < index.length ? index[i] - rows.first : -1;

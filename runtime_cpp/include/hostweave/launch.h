@@ -1,7 +1,7 @@
 // Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
-// hw::launch_pdl uses programmatic dependent launch, for kernels that begin with hw::griddep_wait(). Their blocks start while
-// earlier work on the stream ends, which saves about a microsecond. The CPU device detects races from declared accesses:
-// generated kernels declare them by HW_TOUCHES, and launches of user kernels by hw::reads and hw::writes.
+// hw::launch_pdl uses programmatic dependent launch, for kernels that call hw::griddep_wait(). Blocks of such a kernel start
+// while earlier work on the stream ends, which saves about a microsecond. The CPU device detects races from declared accesses.
+// Generated kernels declare accesses by HW_TOUCHES, and launches of user kernels by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -35,7 +35,7 @@ struct Grid {
   int cluster = 1;        // blocks per cluster; ignored on devices without clusters
   bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
   int shared = 0;         // bytes of dynamic shared memory
-  bool resident = false;  // at most as many blocks as run at once, each of which loops over rows
+  bool resident = false;  // at most as many blocks as run at once; a block loops over rows
 };
 
 struct ResidentGrid : Grid {
@@ -46,7 +46,7 @@ constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are cover
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
-constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts rows of at least this many elements times the number of rows
+constexpr int64_t kOrderedByAll = 65536;  // the grid sorts rows one by one if they have this many elements per row
 
 // Number of multiprocessors. A process uses GPUs of one kind.
 inline int64_t multiprocessors() {
@@ -70,14 +70,15 @@ constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
 }
 
-// One thread per kWidth of n elements. Small ranges are spread over more blocks.
+// One thread per kWidth of n elements. If there are few elements, the blocks have fewer threads.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// One block per row of n elements. With many rows, a thread makes up to kRowAccesses accesses of kWidth elements.
+// One block per row of n elements. With many rows, blocks have fewer threads, each with up to kRowAccesses accesses of kWidth
+// elements.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -85,8 +86,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Sorting of the first elements of each row of n: one cluster per row if several blocks have work and room. A few long rows that
-// are sorted completely are processed one after another by the whole grid.
+// Sorts the `first` first elements of each row of n. A cluster sorts a row, with as many blocks as have work and run at once. The
+// whole grid sorts rows one by one if they are few, long and sorted completely.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -105,8 +106,8 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTransposed) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
-// cannot fill every GPC, so some room is left. A block takes the room of `kSize` ordinary blocks.
+// Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work and run at once. Large
+// clusters cannot fill every GPC, so the limit is lower for them. A block takes the room of `kSize` ordinary blocks.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -118,14 +119,14 @@ inline Grid grid_of_products(int64_t columns, int64_t depth) {
   return {clusters * cluster, kThreads, cluster};
 }
 
-// One matmul: pairs of large blocks, if that gives more concurrent threads.
+// One matmul with few rows: clusters of two large blocks if that gives more concurrent threads.
 inline Grid grid_of_product(int64_t columns, int64_t depth) {
   const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
-// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use it only as an argument; it holds
-// references to temporaries.
+// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use it only as an argument: it refers to
+// temporaries.
 using ViewDims = std::initializer_list<int64_t>;
 
 template <class T>
@@ -172,7 +173,7 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// Records the accesses of a kernel during its launch and returns true; the kernel then returns. False while the kernel runs.
+// Called first in a kernel. During the launch, records the accesses and returns true; the kernel then returns. Otherwise false.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by

@@ -1,4 +1,4 @@
-// Marks for measuring a program: the time at which a stream reaches each of them.
+// Marks for measuring a program. A mark records the time at which a stream reaches it.
 #pragma once
 #include <cuda_runtime_api.h>
 

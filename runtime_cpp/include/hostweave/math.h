@@ -30,8 +30,8 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
-// A number that divides many others. A GPU multiplies by its reciprocal, with an error of up to 2 ulp. Other quotients have the
-// same error on a GPU. If the reciprocal is a normal number (kNormal), one multiplication suffices.
+// A number that divides many others. A GPU multiplies by the reciprocal, with an error of up to 2 ulp, like its other quotients.
+// If the reciprocal is known to be a normal number (kNormal), it is not scaled.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>
@@ -55,9 +55,9 @@ class Divisor {
 #endif
 };
 
-// Approximations for kernels with elements of at most 16 bits. exp and sigmoid have an error of about 100 ulp. erf has 5 ulp:
-// a rational function as in XLA and Eigen. gelu has a relative error of 1e-5: the tail of the normal distribution as in
-// Abramowitz and Stegun 7.1.26, with coefficients for small relative error.
+// Approximations for kernels with elements of at most 16 bits. exp and sigmoid have an error of about 100 ulp. erf has 5 ulp, by
+// the rational function of XLA and Eigen. gelu has a relative error of 1e-5, by Abramowitz and Stegun 7.1.26 with coefficients
+// for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
 HW_DEVICE float fast_sigmoid(float x) {  // results below 2^-126 are 0

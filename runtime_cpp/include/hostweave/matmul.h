@@ -36,8 +36,8 @@ struct Epilogue {
 };
 
 // Scales of 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC has one per row of a and per column of b.
-// VEC128 has such scales per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x 128
-// elements, contiguous along k, in rows padded to multiples of 4.
+// VEC128 has one per row or column and 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x
+// 128 elements, contiguous along k, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t
@@ -52,8 +52,9 @@ class MatmulPlan {
   // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Selects the algorithm for these operands, or reuses that of the last kMostPlans shapes. Selection waits for the device. If
-  // the rank measures, selects the fastest algorithm that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has none.
+  // Selects an algorithm for these shapes, unless they are among the last kMostPlans shapes. Selection waits for the device. If
+  // the rank measures, selects the fastest of the algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has
+  // none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or one per index of

@@ -1,7 +1,7 @@
-// Milestones after ops on streams. A milestone counts how often the op before it has ended.
+// Milestones on streams. A milestone counts how often the op before it on the stream has ended, so that the host can ask for it.
 //
-// On CUDA a milestone is an event, which takes no time on a stream that is not captured. In a capture it is a kernel that
-// increments a word, so that a graph remains a chain of kernels. On the CPU device it is a word that the device increments.
+// On CUDA a milestone is an event. In a capture it is a kernel that increments a word, so that a graph remains a chain of
+// kernels. On the CPU device it is a word that the device increments.
 #pragma once
 #include <cuda_runtime_api.h>
 

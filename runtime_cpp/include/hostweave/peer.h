@@ -3,7 +3,7 @@
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0 and sets it to 1; a wait
 // waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
-// The words are in host memory, so that a rank whose peer is gone can end the waits of its streams.
+// The words are in host memory, so that a rank can end the waits of its streams when a peer has exited.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>

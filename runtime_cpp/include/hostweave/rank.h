@@ -18,7 +18,7 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per 
 struct Stream {
   cudaStream_t handle = nullptr;
   void* workspace = nullptr;
-  const char* name = nullptr;  // name of the rank's streams, which include this one
+  const char* name = nullptr;  // name of the pool of the stream
   int index = 0;
 
   // Also adds the stream to the call log.
@@ -58,7 +58,7 @@ class Rank {
   void unshare(const char* data);
 
   cublasLtHandle_t blas();  // made on first use
-  // Handle of a library that only some programs use; null until one of them makes it.
+  // Handle of a library that only some programs use; null until a program sets it.
   Handle& handle(const char* library);
   // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals", which
   // only communicate, have the highest priority.

@@ -12,7 +12,7 @@
 namespace hw {
 
 constexpr size_t kPiece = size_t{2} << 20;  // granularity in bytes of memory that GPUs map for each other
-// Rounds up to whole pieces; at least one, since a window must not be empty.
+// Rounds up to whole pieces: at least one, because a window must not be empty.
 constexpr size_t whole_pieces(size_t bytes) { return bytes ? (bytes + kPiece - 1) / kPiece * kPiece : kPiece; }
 
 // Registration of memory with a channel.
@@ -32,12 +32,12 @@ void release_window(void* data, const std::vector<Registered>& registered);
 // Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();
 
-// Reason why the ranks of a channel cannot access each other's memory; "" if they can, or if only a registration shows it.
+// Reason why the ranks of a channel cannot access each other's memory. "" if they can, or if only a registration can show it.
 std::string why_out_of_reach(const Channel& channel);
 // Collective: tries a registration. Returns the reason why it fails, or "".
 std::string why_no_windows(const Channel& channel);
 
-// Aborts communicators. Their windows must not be used afterwards, and no kernel waits for them any longer.
+// Aborts communicators, and ends the waits of kernels for their ranks. Their windows must not be used afterwards.
 void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

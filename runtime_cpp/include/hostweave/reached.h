@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// Description of a rank and of one allocation, for the other ranks.
+// Description of a rank and of one of its allocations, which the other ranks receive.
 struct MemoryCard {
   char host[64];  // boot id
   int64_t process;
@@ -19,17 +19,17 @@ struct MemoryCard {
   cudaIpcMemHandle_t handle;
 };
 
-// Card of the calling rank, without an allocation.
+// Description of the calling rank, without an allocation.
 MemoryCard card_of_rank();
 
 // Allocates memory of the current device that other ranks can map, in whole pieces. `in_process` means that all ranks are threads
 // of this process.
 void* allocate_shared(size_t bytes, bool in_process);
 void free_shared(void* data);
-// Adds an allocation to the card of its rank.
+// Adds an allocation to the description of its rank.
 MemoryCard with_memory(MemoryCard card, void* data);
 
-// Maps a peer's memory for the rank of the card `own`. Returns null if the rank cannot access it.
+// Maps the allocation of `peer` for the rank `own`. Returns null if the rank cannot access it.
 void* open_memory(const MemoryCard& own, const MemoryCard& peer);
 void close_memory(const MemoryCard& own, const MemoryCard& peer, void* opened);
 

@@ -100,7 +100,7 @@ struct ThreadGroup {
   }
 };
 #if __CUDA_ARCH__ >= 900
-// The blocks of a cluster share a row.
+// The blocks of a cluster, which share a row.
 template <int kThreads, int kBlocks>
   requires(kBlocks > 1)
 struct ThreadGroup<kThreads, kBlocks> {
@@ -115,7 +115,7 @@ struct ThreadGroup<kThreads, kBlocks> {
   static __device__ Walk<int64_t> of(int64_t n) { return {blockIdx.x / kBlocks, n, gridDim.x / kBlocks}; }
   template <class T, class ReduceOp>
   __device__ T reduce(T value, ReduceOp reduce_op) const {
-    __shared__ T partial[2][kBlocks];  // used alternately: a block may be one call ahead of those that still read
+    __shared__ T partial[2][kBlocks];  // used alternately, because a block may call reduce again while others still read
     T* const parts = partial[reduced % 2];
     value = reduce_block<kThreads>(value, reduce_op);
     if (reduced++ == 0) Cluster::wait();  // until all blocks have started
@@ -143,7 +143,7 @@ struct ThreadGroup {
 };
 #endif
 
-// A row of kElements, over which each of kThreads threads of kBlocks blocks makes the same number of accesses of kWidth elements.
+// A row of kElements elements. Each of kThreads threads of kBlocks blocks makes the same number of accesses of kWidth elements.
 template <int kElements, int kThreads, int kNeighbours, int kBlocks = 1>
 struct Row : ThreadGroup<kThreads, kBlocks> {
   static constexpr int kWidth = kNeighbours;

@@ -33,8 +33,8 @@ HW_DEVICE auto sort_key(T element) {
 #ifdef __CUDACC__
 __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
-// Sorts a tile by a network. Its comparators always move the smaller number to the lower index, so missing elements past the end
-// need no padding (Batcher, "Sorting networks and their applications", 1968).
+// Sorts a tile by a sorting network (Batcher, "Sorting networks and their applications", 1968). All its comparators move the
+// smaller number to the lower index, so a tile of any length needs no padding.
 template <class Less>
 __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
   const auto step = [&](int flips) {
@@ -181,8 +181,8 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. Each round moves only indices that
-// overwrite no unread ones; one block moves the last few.
+// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. A round moves indices whose destination has
+// been read in an earlier round. One block moves the last few indices.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {
@@ -210,8 +210,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   }
 }
 
-// Stable LSD radix sort of a long row. Each block of the team owns a part of the row. `order` holds the 32-bit indices twice, as
-// two halves. Blocks outside a cluster exchange their counts in the half that is written next.
+// Stable LSD radix sort of a long row. Each block of the team owns a part of the row. The two halves of `order` hold 32-bit
+// indices: one is read, and the other is written. Without a cluster, blocks exchange counts in the half that is written next.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -312,7 +312,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Team::rank() > 0) return;  // one block suffices
+    if (Team::rank() > 0) return;  // a row this short needs one block
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }

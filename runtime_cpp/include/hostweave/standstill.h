@@ -13,14 +13,14 @@ struct Standstill {
   };
   // Kind of edge that the first unfinished op waits for.
   enum class Edge : int {
-    none,         // it runs, or its wait has ended
-    event,        // an event of `from`, a line of the same rank
+    none,         // the op runs, or its wait has ended
+    event,        // an event that `from` records, a line of the same rank
     call_before,  // an earlier call of this or another program
     signal,       // a signal of a peer
     credit,       // a peer has not consumed the previous signal
     transfer,     // the peers of a send or recv
     collective,   // all ranks of the process group
-    unknown,      // an op of a graph, whose streams write no milestones
+    unknown,      // an op of a graph without milestones
   };
   struct Stream {
     std::string name;  // "caller", "ring[1]"
@@ -29,7 +29,7 @@ struct Standstill {
     int64_t behind = 0;
     Edge edge = Edge::none;
     Line from;                        // line that records the event
-    std::string from_stream;          // its stream
+    std::string from_stream;          // stream of that line
     std::string channel;              // "x"
     std::vector<int64_t> ranks = {};  // world ranks that may cause the wait
     int number = 0;                   // number of a signal
@@ -41,10 +41,10 @@ struct Standstill {
     std::vector<int64_t> ranks;
     int64_t count = 0;
   };
-  int64_t call = 0;                   // its number, from 1; 0: all calls are done
-  bool is_graph = false;              // it is the launch of a graph
+  int64_t call = 0;                   // number of the call, from 1; 0: all calls are done
+  bool is_graph = false;              // true if the call launches a graph
   bool is_enqueuing = false;          // the host has not enqueued the whole call
-  Line enqueued;                      // the last line that it has enqueued
+  Line enqueued;                      // the last enqueued line
   std::vector<Stream> streams;        // streams with unfinished work
   std::vector<std::string> finished;  // streams without unfinished work
   std::vector<Begun> begun;

@@ -1,4 +1,5 @@
-// Streams and events of a program. Slow-to-compile parts are in the library, because users compile programs.
+// Streams and events of a program. Parts that compile slowly are in the library, because they would slow down the build of each
+// program.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -9,7 +10,7 @@
 
 namespace hw {
 
-// An event for a call. Its use adds the event to the call log.
+// An event, as an argument of the functions below, which add the event to the call log.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
@@ -66,16 +67,16 @@ class Events {
 // Orders calls that use the same memory or signals, across streams.
 class CallOrder {
  public:
-  // Enclose the work of a call. `caller` first waits for the previous call. If `caller` is being captured, wait and record become
-  // nodes of the graph, so launches are ordered like calls and the capture depends on nothing outside. Inside OfKernels there are
-  // no such nodes.
+  // Enclose the work of a call: `caller` waits for the previous call, and records the end of this one. If `caller` is being
+  // captured, both become nodes of the graph, so its launches are ordered with calls. During OfKernels they do nothing in a
+  // capture.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
-  // During its lifetime, this thread captures calls without ordering nodes. Such a graph is launched between `begin_call` and
-  // `end_call`. It is a chain of kernels, whose launch time does not depend on its length.
+  // RAII: this thread captures calls without these nodes. Such a graph must be launched between `begin_call` and `end_call`. It
+  // may be a chain of kernels only, which launches as fast as one kernel.
   class OfKernels {
    public:
     OfKernels();

@@ -14,17 +14,17 @@ namespace hw {
 
 class TermExchange {
  public:
-  // All programs of the rank share the resources of a channel.
+  // All programs of a rank share the resources of a channel.
   TermExchange(Rank& rank, const Channel& channel);
 
-  // Collective at the first call per channel. Kernels exchange packets if all GPUs have peer access; otherwise NCCL gathers the
-  // terms before the kernel.
+  // Collective when first called for a channel. Kernels exchange data if all GPUs have peer access; otherwise NCCL gathers it
+  // before the kernel.
   void prepare();
 
-  // Orders calls that exchange terms, because packets are counted.
+  // Order of all calls of the rank that exchange data in kernels, because exchanges are counted.
   static CallOrder& calls(Rank& rank);
 
-  // The first argument of a kernel: hw::Terms or hw::LandedBlocks.
+  // Makes the first argument of a kernel: hw::Terms or hw::LandedBlocks.
   template <class Terms>
   Terms terms(const typename Terms::Element* own, int64_t count, cudaStream_t stream) const {
     if (CallLog* const log = CallLog::current()) log->over(channel_);  // the kernel waits for the other ranks
@@ -40,8 +40,8 @@ class TermExchange {
 
  private:
   const Exchange& exchange() const;
-  // Blocks of `bytes` from all ranks, gathered on the stream; null if kernels exchange them. If it scatters, a rank has a block
-  // for each rank.
+  // Gathers blocks of `bytes` from all ranks by NCCL, on the stream. Returns null if kernels exchange the blocks. With
+  // `scatters`, `own` has a block for each rank.
   const void* gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const;
 
   const Channel& channel_;
@@ -51,8 +51,8 @@ class TermExchange {
 // Ends the waits of kernels of an aborted communicator.
 void abort_exchanges(ncclComm_t comm);
 
-// Like launch_pdl, for a kernel that exchanges blocks of `count` elements. They are its first argument. All thread blocks must be
-// resident, because they wait for those of other ranks.
+// Like launch_pdl, for a kernel whose first argument is `Terms` of `count` elements. All thread blocks must be resident, because
+// they wait for thread blocks of other ranks.
 template <class Terms, class... Params, class... Args>
 cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStream_t stream, const TermExchange& exchange,
                             const typename Terms::Element* own, int64_t count, const Args&... args) {

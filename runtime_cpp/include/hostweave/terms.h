@@ -6,8 +6,8 @@
 // other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
 // exchange.
 //
-// Data lands alternately in two slots. Two slots suffice: before a rank reuses a slot, it has received data of the next exchange
-// from every peer. A peer sends these only after its previous kernel, which read the slot, has ended.
+// Exchanges use two slots of memory alternately. Before a rank writes a slot again, it has received data of the exchange between
+// from every peer. A peer sends that data after its previous kernel, which read the slot, has ended.
 #pragma once
 #include <cstdint>
 
@@ -37,8 +37,8 @@ struct alignas(16) Packet {
 // A channel, seen from the kernels of one of its ranks.
 struct Exchange {
   Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then those of hw::LandedBlocks
-  uint32_t* state;                  // number of the last exchange, and count of blocks that are done with this one
-  const uint32_t* aborted;          // nonzero ends all waits
+  uint32_t* state;          // number of the last exchange, and count of thread blocks that have sent their data of this one
+  const uint32_t* aborted;  // nonzero ends all waits
   int rank;
 };
 
@@ -101,8 +101,8 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term, and increments the exchange number when all blocks have read it. Loads are issued before stores to
-  // overlap their latencies. A block sends adjacent packets: if rows are divided evenly, those of the rows that it reads later.
+  // Sends this rank's term to all peers. The last block to finish increments the exchange number. Loads are issued before stores
+  // to overlap their latencies. A block sends adjacent packets: those of its rows if the rows are divided evenly.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -133,7 +133,7 @@ struct Terms {
     griddep_launch();
   }
 
-  // Loads packets of the other ranks, which may not have arrived yet. Packets of this rank are not changed.
+  // Loads packets of the other ranks, which may not have arrived yet. Leaves the packets of this rank as they are.
   template <int kMany>
   HW_DEVICE void look(int64_t from, Packet (&packets)[kRanks][kMany]) const {
 #pragma unroll
@@ -175,7 +175,7 @@ struct Terms {
 #endif
 };
 
-// Requested sums. More can be requested before waiting for these.
+// Sums that were requested. A thread can request several before it waits for the first.
 template <class T, int kRanks, int kCount>
 struct RequestedTerms;
 
@@ -274,7 +274,7 @@ struct RequestedTerms {
 #endif
 };
 
-// Address that determines if vector access is possible.
+// Address whose alignment decides if vector accesses are possible.
 template <class T, int kRanks>
 HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
   return terms.own;
@@ -343,8 +343,8 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, increments the exchange number when all thread blocks have read it, and waits for all parts. The
-  // number of parts depends only on the size, so it is equal on all ranks.
+  // Sends the blocks in parts, and waits for all parts of the peers. The last thread block to send increments the exchange
+  // number. The number of parts depends only on the size, so it is equal on all ranks.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -392,7 +392,7 @@ struct LandedBlocks {
     }
   }
 
-  // Polls a flag until it has the number of this exchange, or of a later one: the peer may already be there.
+  // Polls a flag until it has the number of this exchange or of a later one, because the peer may be ahead.
   HW_DEVICE void wait(const uint32_t* flag) const {
     uint32_t seen = number - 1;
     for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {

@@ -6,8 +6,8 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth of row i, perhaps still to
-// be rounded. All threads of the grid must call it, in blocks of kThreads.
+// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i, perhaps still
+// to be rounded. All threads of the grid must call it, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   using Word = decltype([] {
@@ -21,7 +21,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // per store
   __shared__ alignas(16) T tile[kTransposed][kTransposed + kPadding];
   const bool is_wide = pitch % kStored == 0 && aligned(to);
-  // 32 bits suffice for the number of a tile, and are faster to divide.
+  // The number of a tile fits in 32 bits, which are faster to divide.
   const auto across = static_cast<uint32_t>((columns + kTransposed - 1) / kTransposed);
   const int64_t down = (rows + kTransposed - 1) / kTransposed;
   for (int64_t number : over_blocks(down * across)) {

@@ -1,6 +1,6 @@
-// Grouped matmuls on Hopper warpgroups: one warp copies tiles of the operands to shared memory by the tensor memory
-// accelerator, and two warpgroups multiply them (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
-// layouts and descriptors). Other GPUs have no such instructions, and never launch these kernels.
+// Grouped matmuls on Hopper. One warp copies tiles of the operands to shared memory by the tensor memory accelerator, and two
+// warpgroups multiply them by wgmma. For layouts and descriptors see PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate Instructions". Other GPUs never launch these kernels.
 #pragma once
 #include "hostweave/group_walk.h"
 
@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// sums[64, 256] += a[64, 16] b[16, 256], begun by a warpgroup. is_first: overwrites the sums, which are undefined.
+// Begins sums[64, 256] += a[64, 16] b[16, 256] by a warpgroup. is_first: overwrites the sums, which are undefined.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -80,8 +80,8 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread. Only NVRTC compiles it: the assembler of nvcc 13.0 crashes on this instruction
-// without optimization.
+// Sets the number of registers of each thread. Compiled by NVRTC only, because the assembler of nvcc 13.0 crashes on this
+// instruction if it does not optimise.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -103,16 +103,16 @@ __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, in
       : "memory");
 }
 
-// Products of tiles of kRows x kColumns results, 64 rows a warpgroup. With kOuter, x and the other operand are read down their
-// columns: the transposed rows of a group times its rows. With kTransposed, the matrices are stored column by column.
+// Products of tiles of kRows x kColumns results, 64 rows per warpgroup. With kOuter, both operands are read along their columns:
+// the transposed rows of a group times its rows. With kTransposed, the matrices are column-major.
 template <class T, bool kOuter, bool kTransposed>
 class WarpgroupProducts {
   static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
   static constexpr int kStages = kOuter ? kOuterStages : kWarpgroupStages;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
-  // Columns of a warpgroup that are stored at once. Products of rows of groups have many results, each of few terms: while one
-  // tile is stored, the next one is multiplied.
+  // Columns that a warpgroup stores at once. With kOuter there are many results of few terms each, so a tile is stored while the
+  // next one is multiplied.
   static constexpr int kStaged = kOuter ? kColumns : 128;
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // barrier ids: one for both warpgroups, one for each
@@ -207,17 +207,18 @@ class WarpgroupProducts {
     return ((kOuter ? tile.rows.count() : p_.depth) + kDepth - 1) / kDepth;
   }
 
-  // This warp has read a stage.
+  // Marks a stage as read by this warp, so that it can be filled again.
   __device__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) empty(stage).arrive();
   }
 
-  // Descriptor of a matrix for wgmma: start, distance of panels of 64 columns, distance of eight rows, 128-byte swizzle.
+  // Descriptor of a matrix for wgmma: start, distance between panels of 64 columns, distance between groups of eight rows,
+  // 128-byte swizzle.
   __device__ static uint64_t matrix(unsigned at) {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  // Begins the products of a tile. Returns the stage that the last one reads; -1 if there is none, and the sums are zeros.
+  // Begins the products of a tile. Returns the stage that the last one reads; -1 without products, if the sums are zeros.
   __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {
@@ -246,7 +247,7 @@ class WarpgroupProducts {
     return before;
   }
 
-  // This warpgroup has no rows of the tile.
+  // Releases the stages of a tile in which this warpgroup has no rows.
   __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
     for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
       filled(at.stage()).wait(at.parity());
@@ -255,7 +256,8 @@ class WarpgroupProducts {
     }
   }
 
-  // Rows after the end of the group belong to another group, or are undefined. Both operands get zeros instead.
+  // Overwrites rows after the end of the group with zeros in both operands, because they belong to another group or are
+  // undefined.
   __device__ void clear_rest(unsigned stage, int64_t rows) const {
     if (rows >= kDepth) return;
     const int chunks = (kDepth - static_cast<int>(rows)) * 8;
@@ -267,8 +269,8 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores `rows` rows of this warpgroup, half of the columns at a time. They are transposed in shared memory. Whole boxes are
-  // copied from there by one thread, and the last rows of a group by all.
+  // Stores `rows` rows of this warpgroup, kStaged columns at a time, through shared memory. One thread copies whole boxes from
+  // there; all threads copy the last rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup();
     const unsigned staged = stages_ + kStages * kBytes + warpgroup() * (64 * kStaged * 2);

@@ -1,4 +1,4 @@
-// Arena of a program with one-sided transfers: memory registered with its channels, which peers access.
+// Arena of a program with one-sided transfers. Its windows are memory that is registered with channels and that peers access.
 #pragma once
 #include <nccl.h>
 
@@ -39,14 +39,14 @@ namespace hw {
 
 class WindowArena {
  public:
-  // The channels must outlive it. Channels without this rank are not registered.
+  // The channels must outlive the arena. It ignores channels of process groups without this rank.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
   // Like Arena::reserve. Growth of the windows is collective; all ranks of the channels reserve the same. Throws ExecutionError
   // if NCCL lacks a feature that the program needs.
   void reserve(MemoryPlan& plan);
 
-  // See CallOrder; orders calls of all programs on these channels.
+  // See CallOrder. Orders the calls of all programs that use these channels.
   cudaError_t begin_call(cudaStream_t caller) const;
   cudaError_t end_call(cudaStream_t caller) const;
 
@@ -59,7 +59,7 @@ class WindowArena {
   ncclWindow_t window(const Channel& channel) const;
   // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if it is elsewhere.
   size_t offset(const void* place) const;
-  // Corresponding address in a peer's memory, usable by copies and kernels of this rank.
+  // Address in a peer's memory that corresponds to `place`, for copies and kernels of this rank.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
     return static_cast<T*>(place_on_peer(channel, peer, place));

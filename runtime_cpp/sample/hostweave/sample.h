@@ -34,7 +34,7 @@ void run_ranks(int count, const std::function<void(int)>& rank);
 void expect(bool condition, const std::string& what);
 inline void expect(bool condition, const Name& name, const char* what) { expect(condition, text_of(name) + ": " + what); }
 
-// A dim of a global tensor, of which a rank holds one of `shards` shards. In zigzag it holds two of 2 * shards pieces, one from
+// A dim of a global tensor. A rank holds one of `shards` shards. In zigzag it holds two of 2 * shards pieces: number r from
 // either end.
 struct Dim {
   int64_t size, shards = 1, index = 0;

@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// Array view for the table. std::span would double the compile time of a binding.
+// View of an array in the table, because std::span would double the compile time of a binding.
 template <class T>
 class List {
  public:
@@ -43,7 +43,7 @@ struct MeshChannel {
 // A channel along axes of a mesh that contains only some of the program's ranks.
 struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
-  const char* axes;  // along which the coordinates of the group's ranks differ: "x"
+  const char* axes;  // axes along which the ranks of a process group differ: "x"
   List<Axis> mesh_axes;
   List<int64_t> ranks;  // ranks of the program, in the order of their coordinates
   Transport transport = Transport::two_sided;
@@ -67,12 +67,12 @@ struct Calls {
   Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // creates streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs, allocates and plans for them, and returns the local output shapes. Enqueues nothing.
-  // Every rank prepares before any rank runs.
+  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Enqueues nothing
+  // that belongs to a call. Every rank prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // Enclose the work of a call on `caller`; see CallOrder. `run` calls both itself.
+  // Enclose the work of a call on `caller`; see CallOrder. `run` calls both.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Part `part` of the memory for temporaries, or null. Tests fill it with NaN before a call.
@@ -87,7 +87,7 @@ struct ProgramTable {
   List<Axis> axes;   // axes of the mesh; the last axis varies fastest
   List<MeshChannel> channels;
   List<SubmeshChannel> submesh_channels;
-  bool prepares_together = false;  // prepare is collective
+  bool prepares_together = false;  // `prepare` is collective
   Calls calls;
 };
 
@@ -113,7 +113,7 @@ constexpr Arguments arguments_of() {
           }};
 }
 
-// Entry points of a program, from its class and its argument structs.
+// Builds the entry points of a program from its class and its argument structs.
 template <class Program, class Inputs, class Outputs, class OutputShapes>
 constexpr Calls calls_of() {
   static_assert(std::is_trivially_copyable_v<OutputShapes>);

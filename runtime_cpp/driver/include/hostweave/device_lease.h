@@ -1,4 +1,4 @@
-// Exclusive use of the devices of this process.
+// Leases of the devices of this process, so that groups of ranks use them one after another.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -7,7 +7,7 @@
 
 namespace hw {
 
-// Schedule of the CPU device for ranks and streams. CUDA ignores it.
+// Settings of the CPU device's scheduler. On CUDA only the default is allowed.
 struct Schedule {
   bool seeded = false;  // one operation at a time in an order chosen by the seed, instead of in parallel
   uint64_t seed = 0;    // this and the following fields are as in hw_cpu_config
@@ -21,9 +21,9 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// RAII lease of the devices for one party: the ranks of a group in this process, which share the lease. Other parties wait, and
-// so do ranks of the same party that want another schedule, because two parties on the same devices could deadlock. The first
-// lease configures the devices for the party.
+// RAII lease of the devices for one party: the ranks of a group in this process, which share the lease. Other parties wait,
+// because two parties on the same devices could deadlock. Ranks of the party that want another schedule wait too. The first lease
+// of a party configures the devices.
 class DeviceLease {
  public:
   // Waits for the lease, at most for `seconds`. After a timeout the object holds no lease.
@@ -33,13 +33,13 @@ class DeviceLease {
 
   bool held() const { return held_; }
 
-  // Makes every blocked or later run of the party fail, if the devices support it. The first reason counts.
+  // Makes every blocked or later run of the party fail, if the devices support this. Later calls do not replace the reason.
   static void stop(const std::string& party, const std::string& reason);
   // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
 
-  // Frees device resources of a party under a separate lease: now, or later on another thread when no lease is held. Does not
-  // wait, because other ranks may wait for the calling rank. Releases run in FIFO order.
+  // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
+  // thread. Does not wait, because other ranks may wait for the calling rank. Releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:

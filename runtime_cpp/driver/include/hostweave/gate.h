@@ -15,7 +15,7 @@ class Gate {
   ~Gate();
   Gate(Gate&&) = delete;
 
-  // Later work on the stream waits until all ranks have enqueued this round. Round 0 is not blocked.
+  // Blocks later work on the stream until all ranks have called `enqueued` for this round. Does nothing in round 0.
   void hold(cudaStream_t stream, uint32_t round) const;
   // Each rank calls it once per round.
   void enqueued(uint32_t round) {

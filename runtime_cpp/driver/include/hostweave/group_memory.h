@@ -16,7 +16,7 @@ class GroupMemory {
   // other's memory, the same on all ranks, or "".
   static std::string connect(Member& member, const ncclUniqueId& id, double timeout_seconds);
 
-  // Collective; all ranks pass the same size. Call it after `connect`. The member must outlive it.
+  // Collective; all ranks pass the same size. Call `connect` before. The member must outlive this object.
   GroupMemory(Member& member, size_t bytes);
   // Waits for the device. After a failure of the group nothing is freed, because a stream may wait for a peer forever.
   ~GroupMemory();

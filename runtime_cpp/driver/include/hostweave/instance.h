@@ -24,7 +24,8 @@ namespace hw {
 // True if a stream is being captured, or its capture was invalidated by a failed call.
 bool is_captured(cudaStream_t stream);
 
-// Progress of a graph that the application launches: each launch sets a word at its start, and records an event at its end.
+// Detects that graphs which the application launches make no progress. Each launch sets a word at its start, and records an event
+// at its end.
 class Pulse {
  public:
   Pulse();
@@ -34,7 +35,7 @@ class Pulse {
 
   void begin(cudaStream_t caller);
   void end(cudaStream_t caller);
-  // True if a launch is running and none has started since the last call.
+  // True if a launch is running, and no launch has started since the last call of this function.
   bool stands_still();
 
  private:
@@ -46,11 +47,11 @@ class Pulse {
   Events fork_{1}, join_{1}, done_{1};
 };
 
-// Progress of a program's calls. One thread makes the calls; any thread may read the progress.
+// Progress of a program's calls. One thread makes the calls. Any thread may read the progress.
 class Progress {
  public:
   CallLog& log() { return log_; }
-  // Watches graphs that the application captured and launches. `look` reports the time since their last progress.
+  // The pulse of graphs that the application launches. `look` reports the time since their last progress.
   Pulse& pulse() { return pulse_; }
   CallLog::State look();
 
@@ -60,14 +61,14 @@ class Progress {
   CallLog log_;
   Pulse pulse_;
   std::mutex mutex_;           // guards moved_
-  Clock::time_point moved_{};  // last time that graph launches made progress or were done
+  Clock::time_point moved_{};  // last time at which graph launches made progress, or none was running
 };
 
-// A call as a CUDA graph. The member must outlive it, and destroys it on abort.
+// A call as a CUDA graph. The member must outlive the graph, and destroys it on an abort.
 class Graph {
  public:
-  // Takes over a captured graph. The stream must be idle. Uploads the graph before returning, because an upload at launch could
-  // queue behind work that waits for other ranks.
+  // Takes ownership of a captured graph, and uploads it. An upload at the launch could queue behind work that waits for other
+  // ranks. The stream must be idle.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;
@@ -82,7 +83,7 @@ class Graph {
   LoggedOps* ops_;
 };
 
-// Inputs of many calls: bound addresses, and null for inputs that each call passes.
+// Inputs of many calls: the address of each bound input, and null for inputs that each call passes.
 class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
@@ -97,43 +98,43 @@ class Table {
 // Policy for launching calls as graphs.
 enum class Graphs {
   never,
-  noted,     // no graphs, but records the arrays, for a later `repeated`
+  noted,     // no graphs, but records the arrays for later calls with `repeated`
   repeated,  // if the arrays are the same as in an earlier call
   all,
 };
 
 class Instance {
  public:
-  // The member must outlive it and have the program's channels. With `measures`, matmuls use the fastest measured algorithms.
-  // With `marks_graphs`, a report of a hang names lines in graphs on CUDA, too.
+  // The member must have the program's channels, and must outlive this object. With `measures`, matmuls use the fastest measured
+  // algorithms. With `marks_graphs`, reports of hangs name lines in CUDA graphs too.
   Instance(Member& member, const ProgramTable& program, bool measures = false, bool marks_graphs = false);
   ~Instance();
   Instance(Instance&&) = delete;
 
   struct Input {
     Shape shape;         // local shape
-    Shape global_shape;  // global shape; no dims if all ranks hold blocks of one shape
+    Shape global_shape;  // global shape; no dims if all ranks hold blocks of equal shape
 
     bool operator==(const Input&) const = default;
   };
-  // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if they do not fit the program,
-  // and CaptureError if `caller` is being captured, because nothing can be allocated then.
+  // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if the shapes do not match the
+  // program. Throws CaptureError if `caller` is being captured, because a capture cannot allocate.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`: inputs of the table, and `inputs`. On CUDA it
-  // only enqueues; on the CPU target it returns when the rank is done. A call that is to be a graph is captured first if needed.
-  // Throws CaptureError if that fails, or if the call fails while `caller` is being captured; the program remains usable.
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`: bound inputs of the table, and `inputs`. Only
+  // enqueues on CUDA; the CPU target waits for the rank. If `graphs` requests a graph for new arrays, captures the call first.
+  // Throws CaptureError if a capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
-  // Captures such a call as a graph. Throws CaptureError.
+  // Captures a call as a graph. Throws CaptureError.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Launches a captured call, ordered like a `run`.
+  // Launches a captured call, in order with the calls by `run`.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
-  // Runs `work` during one use of the member. StagedCalls makes several calls in it. A failure is reported to the other ranks.
+  // Runs `work` in one Member::Use. StagedCalls makes several calls in `work`. A failure stops the other ranks.
   void in_use(const Schedule& schedule, const std::function<void()>& work);
-  // Sets the arrays of the next call.
+  // Sets the arrays of the next `make_call`.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Makes a call; `work` enqueues it by `enqueue`.
+  // Makes a call: logs it, and calls `work`, which enqueues it.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
   void enqueue(cudaStream_t caller, bool is_marked = false);
   // Fills the program's temporaries with NaN.
@@ -146,11 +147,11 @@ class Instance {
   Standstill standstill();
   // Number of calls whose graphs are cached.
   int64_t graphs() const;
-  // Number of recorded calls whose arrays were new.
+  // Number of calls with arrays that no recorded call had.
   int64_t unseen() const { return unseen_; }
 
  private:
-  // Arrays of a call, and its graph if it was launched as one.
+  // Arrays of a call, and the graph of the call if there is one.
   struct Seen {
     std::vector<void*> data;
     std::shared_ptr<const std::vector<Input>> shapes;
@@ -160,7 +161,7 @@ class Instance {
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
   void launch(const Graph& graph, cudaStream_t caller) const;  // ordered among the calls
-  const Graph* graph_of_taken(Graphs graphs);                  // null: a plain call
+  const Graph* graph_of_taken(Graphs graphs);                  // null: make a plain call
   std::vector<void*> memory() const;                           // addresses of the temporaries' memory
   void or_stop(const std::function<void()>& work);
 
@@ -172,7 +173,7 @@ class Instance {
   std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls with these arguments
   std::optional<Progress> progress_;
   std::list<Seen> seen_;       // most recent first
-  std::vector<void*> memory_;  // memory that their graphs use
+  std::vector<void*> memory_;  // memory of temporaries that the graphs in seen_ use
   int64_t unseen_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Kernels compiled by NVRTC (HOSTWEAVE_JIT) instead of nvcc. The symbol that program.cpp uses for a kernel is then a JitKernel,
-// which holds the handle for CUDA launches, instead of a function.
+// Kernels compiled by NVRTC (HOSTWEAVE_JIT) instead of nvcc. In program.cpp the symbol of such a kernel is not a function but a
+// JitKernel, which holds the handle for CUDA launches.
 #pragma once
 #include <cuda_runtime_api.h>
 

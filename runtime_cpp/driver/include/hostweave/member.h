@@ -22,8 +22,8 @@ namespace target {
 class Attached;
 }
 
-// Makes a device current. Restores the previous device afterwards if that device is in use: on CUDA, selecting a device
-// initialises it, which costs time and memory.
+// Makes a device current. Afterwards restores the previous device, but only if that device is initialised: CUDA initialises a
+// device when it is selected, which costs time and memory.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -44,13 +44,14 @@ class Member {
   ~Member();
   Member(Member&&) = delete;
 
-  // Device of the rank with index `local` on its host. Throws ExecutionError if the target has no such transport.
+  // Device of the rank with index `local` on its host. Throws ExecutionError if CUDA finds no GPU.
   static int device_for(int64_t index, int64_t local);
 
   Rank& rank() { return rank_; }
   int device() const { return rank_.device(); }
 
-  // Process groups of the program whose channels do not exist yet. Throws ArgumentError if the group has another size.
+  // Process groups of the program whose channels do not exist yet. Throws ArgumentError if the program has another number of
+  // ranks.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // Makes an id for the process group of this key.
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
@@ -58,22 +59,22 @@ class Member {
   ncclUniqueId new_id(Transport transport);
   // Collective: creates these channels, with the ids by key. Throws ExecutionError if other ranks do not join in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
-  // Collective in one process group: makes its channel. Call it during a Use.
+  // Collective in one process group: creates its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators that the application owns instead, keyed by the axes of their process groups. Throws ArgumentError if one
-  // is missing, or if this rank has another index in the communicator than in the mesh.
+  // Uses communicators of the application as channels, by the axes of their process groups. Throws ArgumentError if one is
+  // missing, or if the index of this rank in a communicator differs from its index in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // Registers graphs that use the member's channels. NCCL destroys a communicator only after the graphs that use it.
+  // Registers graphs that use the member's channels, because NCCL destroys a communicator only after the graphs that use it.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
-  // Ends waits for other ranks, and destroys the graphs. Callable from any thread. The member is unusable afterwards.
+  // Ends all waits for other ranks, and destroys the graphs. Any thread may call it. The member is unusable afterwards.
   void abort(const std::string& reason);
-  // Ends runs of the group's ranks in this process, as far as the target supports it. The first reason counts.
+  // Makes runs of the group's ranks in this process fail, if the target supports this. Later calls do not replace the reason.
   void stop(const std::string& reason);
   // The reason passed to stop, or "".
   std::string stopped() const;
@@ -81,14 +82,14 @@ class Member {
   // During a Use: waits until the stream is done. Throws ExecutionError if the ranks were stopped.
   void synchronize(cudaStream_t stream) const;
 
-  // Leases the devices for all ranks of the group, which are in this process; null after a timeout. Throws ExecutionError if
-  // there are too few devices, or if they do not support the schedule.
+  // Leases the devices for the ranks of the group in this process. Returns null after a timeout. Throws ExecutionError if there
+  // are too few devices, or if they do not support the schedule.
   std::unique_ptr<DeviceLease> lease(const Schedule& schedule, double seconds) const;
 
   // Throws ExecutionError after an abort.
   void expect_working() const;
 
-  // RAII: exclusive use of the member by this thread, with the lease of its group and its device current.
+  // RAII: exclusive use of the member by this thread. Holds a lease for the group, and makes the device current.
   class Use {
    public:
     // For work of this rank only, or of one process group.
@@ -109,7 +110,7 @@ class Member {
   template <class Communicator>
   void add_channel(const ProcessGroup& of, Communicator&& communicator);
   void destroy_graphs();
-  // Call it while holding the lease: a rank may have failed before this one began.
+  // Throws ExecutionError if the ranks were stopped, perhaps before this rank began. Call it while the lease is held.
   void expect_not_stopped() const;
 
   Schedule with_processes(Schedule schedule) const {

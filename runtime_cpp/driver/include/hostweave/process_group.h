@@ -11,10 +11,10 @@ namespace hw {
 // Ranks of a mesh that share a channel, seen from one of them.
 struct ProcessGroup {
   std::string mesh;           // "mesh(pp=2, dp=2, tp=4)"
-  std::string axes;           // along which the coordinates of its ranks differ: "dp, tp"
-  std::string key;            // unique among all process groups of all meshes, with the common coordinates:
+  std::string axes;           // axes along which its ranks differ: "dp, tp"
+  std::string key;            // mesh, axes, and the coordinates that its ranks share:
                               // "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1"
-  int64_t rank_in_group = 0;  // row-major in the coordinates along the axes
+  int64_t rank_in_group = 0;  // row-major index in the coordinates along the axes
   int64_t size = 1;
   std::vector<int64_t> ranks = {};  // world ranks, in the order of the group
   Transport transport = Transport::two_sided;

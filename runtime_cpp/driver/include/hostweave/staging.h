@@ -1,4 +1,4 @@
-// Calls of a program on one rank with arrays in any memory, staged through the memory of its device.
+// Calls of a program on one rank with arrays in any memory. Arrays elsewhere are copied to and from the rank's device.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -26,7 +26,7 @@ struct Timing {
 
 class StagedCalls {
  public:
-  // The instance must outlive it.
+  // The instance must outlive this object.
   explicit StagedCalls(Instance& instance);
   ~StagedCalls();
   StagedCalls(StagedCalls&&) = delete;
@@ -34,13 +34,14 @@ class StagedCalls {
   struct Call {
     std::vector<Array> inputs, outputs;
   };
-  // Allocates memory for these calls, all of the prepared shapes, and fetches inputs from GPUs of other ranks. All ranks prepare
+  // Allocates memory for these calls, which have the prepared shapes. Copies inputs from GPUs of other ranks. All ranks prepare
   // before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Makes the calls one after another and waits for the last; the host does not wait in between. Inputs and outputs are copied on
-  // the stream of the call. With `poison`, that stream first fills outputs and temporaries with NaN.
+  // Enqueues all calls, and then waits for them. Inputs and outputs are copied on the stream of the calls. With `poison`, that
+  // stream first fills outputs and temporaries with NaN.
   void run(const Schedule& schedule, bool poison);
-  // Times `repetitions` repetitions of the first call after `warmups` others. Ranks start each call together, with staged inputs.
+  // Times `repetitions` repetitions of the first call, after `warmups` untimed ones. All ranks start each one together. Excludes
+  // copies.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:

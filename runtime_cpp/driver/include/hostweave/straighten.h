@@ -1,5 +1,5 @@
-// Optimisation of captured graphs for launch time. A chain of kernels launches nearly as fast as one kernel; every fork, join and
-// node of another kind costs host time.
+// Optimises captured graphs for launch time. A chain of kernels launches nearly as fast as one kernel. Each fork, each join and
+// each node of another kind costs host time.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,11 +18,11 @@ struct Edge {
   };
   size_t from, to;
   Kind kind = full;
-  std::optional<size_t> given{};  // index among the existing edges of a graph
+  std::optional<size_t> given{};  // index among the captured edges
 };
 
-// Edges of the graph without the left-out nodes, with their predecessors connected to their successors, and without redundant
-// edges (transitive reduction).
+// Removes the nodes of `left_out`, and connects their predecessors to their successors. Removes redundant edges too (transitive
+// reduction).
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
 // Events to await before and to record after a launch of the graph, on its stream.
@@ -30,7 +30,7 @@ struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
-// Loads the kernels that `straighten` uses on the current device. Call it before any rank runs.
+// Loads the kernels of `straighten` on the current device. Call it before any rank runs.
 void prepare_to_straighten();
 // Replaces a captured graph by an optimised one, whose launches must await and record the returned events. Leaves a graph
 // unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
