@@ -1,9 +1,8 @@
-"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. One line in both IRs.
+"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. Both IRs print it as one line:
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-If the gather is outside of a chunk loop, put(1) fills one buffer. put(8) keeps 8 shards in separate buffers, for a matmul that reads one
-shard after another.
+The number in parentheses is the number of chunks. put(1) is no loop: the shards are written to one buffer before the matmul reads it.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class Way:
 
     @property
     def is_loop(self) -> bool:
-        """True for a chunk loop. With a single chunk, the reshard is one asynchronous copy outside of loops."""
+        """True for a chunk loop. With one chunk, the reshard is a single asynchronous communication before or after the matmuls."""
         return self.chunks > 1
 
 
@@ -55,7 +54,7 @@ class Choice:
 
     @property
     def times(self) -> str:
-        """Lists the alternatives with their times, the chosen one first: `predicted: p2p 812.0 us, sequential 1024.5 us`."""
+        """Lists the alternatives with their times, the chosen one first: `predicted: p2p(8) 812.0 us, none 1024.5 us`."""
         ways = ", ".join(f"{way.name} {way.micros:.1f} us" for way in self.ways)
         return f"{'measured' if self.is_measured else 'predicted'}: {ways}"
 

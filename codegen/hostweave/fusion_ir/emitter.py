@@ -1,4 +1,4 @@
-"""Base class of passes that add ops. It infers the types and shardings of the new ops, and names them."""
+"""Base class of passes that add ops. The class infers types and shardings of new ops, and names their results."""
 
 from dataclasses import replace
 
@@ -41,9 +41,9 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result. `like` is a result type, for those properties that the operands do not determine.
+        """Emits an op and returns the name of its result: `of`, then `word`. By default these are the replaced result and the kind of op.
 
-        The result is named after `of`, which is by default the op that is being replaced.
+        `like` is a result type. It gives the properties that the operands do not determine, such as the shape after a reshape.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
@@ -58,7 +58,7 @@ class OpRewriter:
         self.types[op.result.name] = op.result.type
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
-        """Replaces `count` dims by `dims`, starting at dim `at`."""
+        """Emits a reshape that replaces the `count` dims from dim `at` by `dims`, and returns the name of its result."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
         return self.make("reshape", name, like=like, word=word, of=of)

@@ -1,5 +1,5 @@
-"""Index maps give the iteration index of each dim of an op, as einsum does. Sharding propagation, chunk loops and lowering derive from them
-how an op accesses its operands."""
+"""Index maps label the dims of an op, like the subscripts of einsum. Sharding propagation, chunk loops and lowering use these labels to
+find the part of each operand that a part of the result needs."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ ONE = Size()
 class IndexMap:
     """Labels of an op's dims. Dims with the same label, in operands and result, share an iteration index.
 
-    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks a
-    dim of one element that is broadcast, new, or kept after a reduction. It also marks a dim that cannot be sharded, because the op slices,
-    pads or concatenates it.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks
+    two kinds of dims: a dim of one element that is broadcast, new, or kept after a reduction; and a dim that cannot be sharded, because the
+    op slices, pads or concatenates it.
 
-    - `outer`: labels that relate only the outermost parts of dims that a reshape splits or merges. Such dims can be sharded, but not
+    - `outer`: labels of dims that a reshape splits or merges. They relate only the outermost of these dims, which can be sharded, but not
       chunked.
-    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Exactly this number of ranks can split the dim,
-      one block per rank.
-    - `unwalked`: labels of dims without a loop: the accessed elements depend on data, or the op needs all elements at once. Such an op is
-      computed by a kernel, never in a chunk loop.
+    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Only this number of ranks can split the dim:
+      each rank has one block.
+    - `unwalked`: labels of dims over which no loop can iterate: the accessed elements depend on data, or the op needs all elements at once.
+      A kernel computes such an op, never a chunk loop.
     """
 
     operands: tuple[Labels, ...]
@@ -46,8 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Pairs of runs of adjacent dims. A reshape maps the elements of a run in `source` to the paired run in `target`. The runs are as short
-    as possible. Dims of 1 are paired with each other or omitted."""
+    """Splits a reshape into independent ones: pairs of adjacent dims of `source` and adjacent dims of `target` with as many elements. [M,
+    8] to [M, 2, 4] gives ([0], [0]) and ([1], [1, 2]). Dims of 1 are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):

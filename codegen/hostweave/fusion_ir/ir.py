@@ -57,11 +57,11 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """The dim of a value that a chunk loop splits, and `algorithm`, the schedule of its reshard, such as p2p or put.
+    """The dim along which a chunk loop computes a value, and the `algorithm` if the value is the result of a reshard, such as p2p or put.
 
-    `choose_overlap` puts the value into a `ChunkLoop`. Until then, the stream also describes the loop:
+    The pass `choose_overlap` puts the value into a `ChunkLoop`. Until then, the stream also describes the loop:
 
-    - `chunks` is the number of iterations. With None, each index is one iteration, and the value inside the loop lacks the dim.
+    - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
     - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
     """
 
@@ -87,9 +87,9 @@ class Stream:
 class Value:
     """A named tensor.
 
-    If `pinned`, the user stated the sharding, and no pass may change it. If `is_async`, the communication of the value runs on a separate
-    stream, overlapped with independent ops. `transport` overrides the transport of that communication. `group` is set for an input that is
-    a parameter group.
+    If `pinned`, the user stated the sharding, and no pass may change it. If `is_async`, the value is the result of a communication that
+    runs on a separate stream, overlapped with independent ops. `transport` overrides the transport of this communication. `group` is set
+    for an input that is a parameter group.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
     An operand is the name of a value, or a number in the dtype of the tensor operands. A call has a callee, and a user kernel has its
-    source. Ops are compared by their text: in Python 0.0 equals -0.0, 1 equals True, and NaN differs from itself.
+    source. Ops are equal if their texts are equal, because Python's comparison of numbers is too coarse: 0.0 == -0.0, and 1 == True.
     """
 
     kind: str
@@ -164,14 +164,14 @@ class Op:
 
 @dataclass(frozen=True)
 class ChunkLoop:
-    """A loop over chunks: a region of ops. Each iteration computes one chunk of every result.
+    """A loop over the chunks of a dim. Each iteration executes all `ops`, and computes one chunk of every result.
 
     - `steps` is the number of iterations. If `drops_dim`, each iteration handles a single index, and its values lack the dim.
     - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (chunk i consists of the i-th
       slice of every shard).
-    - `rotation`, in a loop by shard, says when a rank computes its own block: first (`local_first`), last (`local_last`), or in plain order
-      (None).
-    - `gathered` is a value that is gathered outside of the loop; each iteration uses one shard of it. "" if there is none.
+    - `rotation`, in a loop by shard, says when a rank computes its own block: first (`local_first`), last (`local_last`), or when the index
+      of the loop reaches the block (None).
+    - `gathered` names a value that is gathered before the loop, and of which each iteration uses one shard. "" if there is none.
     """
 
     ops: tuple[Op, ...]
@@ -183,13 +183,12 @@ class ChunkLoop:
 
     @property
     def communication(self) -> Op | None:
-        """The first reshard in the loop, or None. In a loop by shard it determines which block an iteration computes."""
+        """The first reshard in the loop, or None. In a loop by shard, it sends or receives the block that an iteration computes."""
         return next((op for op in self.ops if op.result.walked.algorithm), None)
 
     @property
     def by_block(self) -> bool:
-        """True if each iteration handles the block that a communication delivers. A loop without communication visits the blocks in
-        order."""
+        """True if a communication determines the order of the blocks. Otherwise the loop visits them in order."""
         return self.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:
@@ -204,7 +203,7 @@ class ChunkLoop:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program, or a function that it calls: inputs, ops and chunk loops in order, and names of the results.
+    """A program, or a function that is called: inputs, ops and chunk loops in order, and names of the results.
 
     `donated` is empty, or has one entry per result: the input whose memory the result reuses, or "". `returned` is empty, or has one entry
     per result: the parameter group that it forms, or None. `choices` are the compiler's choices for reshards next to matmuls.
@@ -296,7 +295,7 @@ class Fusion:
 
     @cached_property
     def functions(self) -> tuple[Fusion, ...]:
-        """Functions that are called, directly or indirectly: each once, callees before callers."""
+        """Functions that the fusion calls directly or indirectly. Each is listed once, after the functions that it calls."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -341,7 +340,7 @@ class Fusion:
 
 
 def _alone(value: Value, number: int | None, name: str) -> Value:
-    """A value, or the tensor at index `number` of a parameter group."""
+    """The value itself if `number` is None, else the tensor at this index of the parameter group."""
     return value if number is None else replace(value, name=name, type=replace(value.type, dims=value.type.dims[1:]), group=None)
 
 

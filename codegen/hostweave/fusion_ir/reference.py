@@ -43,7 +43,7 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Arithmetic for evaluating a fusion: a module like NumPy, dtypes, casts, and functions that call an op."""
+    """The number system in which a fusion is evaluated, such as floats or a finite field: a module like NumPy, dtypes and casts."""
 
     np: Any
     dtype: Callable[[DType], np.dtype[Any]]
@@ -51,7 +51,7 @@ class Arithmetic:
     apply: Callable[..., Any] = lambda function, *operands: function(*operands)
     function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
     kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # results of a user kernel
-    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets the values of each body
+    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets all values of a fusion or function
 
 
 def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat: first those of the function, then for each operand and each result the stack of its values in all calls."""
+    """Results of a repeat: those of the function, then a stack of the values of each operand and of each result over all calls."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

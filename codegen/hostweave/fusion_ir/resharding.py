@@ -30,8 +30,8 @@ class ReshardStep:
 
     `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from `dim` to dim `to`. In a permute_shards, rank i
     of a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer
-    moves a tensor to another mesh, by the routes of `blocks`; the tensor must not be partial. The last three kinds also state the result
-    type, `target`.
+    moves a tensor that is not partial to another mesh, by the routes of `blocks`. `target` is the result type of a permute_shards, reduce
+    or transfer, because their attributes do not determine it.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives. `share` is the amount that it held before the step."""
+        """Amount of data that a rank receives, in the unit of `share`, the amount that each rank holds before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -165,10 +165,10 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into legs: one leg, or two if a dim changes to or from zigzag. Between two legs, each rank holds the whole dim, and
-    reorders the pieces of the dim.
+    """Splits a reshard into reshards without zigzag, as pairs of types. There are two if a dim changes to or from zigzag, else one.
 
-    In the types of both legs, zigzag axes are replaced by the same axes in rank order, so each leg is an ordinary reshard.
+    Between the two, each rank holds the whole dim, and reorders its pieces. All types have plain axes in place of zigzag axes, because the
+    pieces of a rank are then stored like one contiguous shard.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -218,8 +218,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Reductions of a partial value to one rank of each process group. If these ranks hold the shards that the target needs, the result has
-    the target's type. Otherwise it is on a mesh of these ranks, without the reduced axes."""
+    """Yields the reductions of a partial value to one rank of each process group. The result has the target's type if these ranks hold the
+    shards that the target needs. Otherwise it is on a mesh of these ranks, without the reduced axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -252,8 +252,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which the partial value can be reduce-scattered before a transfer. The resulting number of blocks must divide the size of
-    the dim. If the size is symbolic, it must divide the number of blocks in the target."""
+    """Dims along which the partial value can be reduce-scattered before a transfer. The number of blocks that results must divide the dim's
+    size, or the number of blocks in the target if the size is symbolic."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return
@@ -331,8 +331,8 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Permutations of the ranks' shards: to the target's layout, or to another order of one dim's axes. Every dim keeps its number of
-    shards."""
+    """Yields permutations of the ranks' shards that give the target's layout, or another order of the axes of one dim. Every dim keeps its
+    number of shards."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
@@ -345,7 +345,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """Source of each rank's shard in its process group. A rank that already has its shard is its own source."""
+    """For each rank of a process group, the rank that holds its new shard. This is the rank itself if it already holds the shard."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

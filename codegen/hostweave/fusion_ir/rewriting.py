@@ -35,7 +35,7 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an op on elements at the same index whose result is neither sharded, partial nor streamed."""
+    """True for an elementwise op whose result is neither sharded, partial nor in a chunk loop, and is on the program's mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
@@ -53,8 +53,8 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
-    """Replaces the body by `ops`, the same ops or replacements with equal result names, in a new order. A loop moves to the position of its
-    first op."""
+    """Reorders the body. `ops` has the fusion's ops in the new order, or replacements with the same result names. A loop moves to the
+    position of its first op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
     return replace(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
@@ -76,7 +76,7 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs to the front of the program. A loop over several matmuls can then use views such as transposed weights."""
+    """Moves views of inputs, such as transposed weights, to the front of the program, so that they never separate two matmuls of a loop."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
@@ -101,7 +101,7 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces some symbolic sizes by ints. Results keep the shardings of `outputs`, which are types with symbolic sizes.
+    """Replaces the symbolic sizes that are keys of `sizes` by ints. Results keep the shardings of `outputs`, types with symbolic sizes.
 
     Raises ProgramError if a quotient is not an int at these sizes.
     """
@@ -128,7 +128,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # the function of a repeat determines their shardings
+    groups = made.returned or (None,) * len(made.outputs)  # shardings of groups come from the repeat's function
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())

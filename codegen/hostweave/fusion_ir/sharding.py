@@ -120,7 +120,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
-    """Longest prefix of the axes whose ranks can split the dims of a label."""
+    """Longest prefix of `axes` such that the ranks along it can split the dims of a label."""
     prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
     return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
 
@@ -128,21 +128,19 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
     """True if the ranks along `axes` can split the dims of a label.
 
-    Axes in zigzag cannot split a dim if its indices depend on data or if the op reorders its blocks. Such ops assume that the indices of a
-    rank are contiguous.
+    Zigzag axes cannot split a dim that is indexed by data or whose blocks the op reorders: the shard of a rank must then be contiguous.
     """
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim of a label can be split like `dim`. A label of blocks always can, because each rank has one block of any
-    length."""
+    """True if `other`, which has the same label, can be split like `dim`. Dims of blocks always can: a rank has one block of any length."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Pending reduction of the result: over the mesh axes of reduced dims, and over those of a partial operand if the op is linear in it.
+    """Reduction over ranks that the result still needs: over the axes that split reduced dims, and over those of a partial operand.
 
     Raises ProgramError if an operand is partial and the op is not linear in it, or if two reductions differ.
     """
@@ -180,9 +178,9 @@ def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim with the same label can be split like `dim`. Both must divide evenly.
+    """True if `other`, which has the same label, can be split like `dim`. Unless the sizes are equal, both must divide evenly.
 
-    In zigzag, a symbolic size of the other dim must be a multiple of this dim's size.
+    In zigzag, a symbolic size of `other` must be a multiple of the size of `dim`.
     """
     if dim.size == other.size:
         return True

@@ -102,7 +102,7 @@ def parse_op(
 ) -> Op:
     """Parses one line with one op. `functions` and `user_kernels` are those that the op may name.
 
-    If `known` is given, operands must be in it.
+    If `known` is given, it contains the names that may be operands.
     """
     location = Location("text", reader.line())
     result = parse_value(reader)

@@ -74,7 +74,7 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Checks that the CPU target, which runs a kernel with one thread, can compile the source.
+    """Checks that the source compiles for the CPU target, which runs a kernel on one thread.
 
     Raises ProgramError if the source uses threads or other GPU features.
     """
@@ -96,7 +96,7 @@ def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """Number of items over which the thread blocks of a launch are distributed."""
+    """Number of items that the thread blocks of a launch divide among themselves: the product of the local grid dims."""
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 

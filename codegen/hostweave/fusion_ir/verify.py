@@ -69,8 +69,8 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks that only repeats and selects use parameter groups, and that the first dim of a group is an unsharded name with the right
-    size."""
+    """Checks that only repeats and selects use parameter groups, and that the first dim of a group is an unsharded name. Groups with the
+    same name there must have the same number of tensors."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.types[name].dims[:1]
@@ -168,7 +168,7 @@ def _verify_further_results(body: Fusion) -> None:
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value. Before `choose_overlap` it requests a loop. Inside a loop it may state only the dim and the
+    """Checks the stream of a value. Before `choose_overlap`, a stream requests a loop. Inside a loop, it may state only the dim and the
     algorithm."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
@@ -243,8 +243,7 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """Checks that a renumber converts from zigzag to rank order or back, and that its sources have the order that this number of ranks
-    requires."""
+    """Checks that a renumber converts between zigzag and rank order, with the `sources` that this number of ranks requires."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)

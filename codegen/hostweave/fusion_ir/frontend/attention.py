@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
-    Scores and softmax are in f32 for narrower dtypes (Vaswani et al., "Attention is all you need", 2017).
+    Scores and softmax of narrower dtypes are computed in f32 (Vaswani et al., "Attention is all you need", 2017).
 
     - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true: the row sees the column), or a float that is added to the scores. A row
       that sees no column gives zeros.
@@ -61,9 +61,9 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
       last of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
 
-    Without dropout, this is one kernel call if `attention` is one kernel call, and the mask is bool or has the dtype of the query.
-    Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, are not
-    moved, as in `attention`.
+    The function is one kernel call under the conditions of `attention`, if there is no dropout, and the mask is bool or has the dtype of
+    the query. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys and rows
+    are treated as in `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
@@ -131,8 +131,8 @@ def attention(
     attention is composed of matmuls and a softmax, which computes in f32.
 
     Sharded rows, `S@cp`: keys and values are gathered, or they arrive rank by rank, overlapped with attention to earlier blocks. Rows in
-    zigzag, `S@zigzag(cp)`, balance a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag needs as many keys
-    as rows, and does not support lengths or a bias together with a causal mask.
+    zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2).
+    Zigzag needs as many keys as rows, and does not support lengths or a bias together with a causal mask.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
     log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
@@ -175,12 +175,12 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
 
-    `output` and `lse` are the results of `attention` for the same operands, and the other arguments are those of `attention`. If
-    `attention` is one kernel call, the backward pass is one too. Otherwise the backward pass is composed of matmuls.
+    `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
+    arguments are those of `attention`. The backward pass is one kernel call if `attention` is one. Otherwise it is composed of matmuls.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
-    summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. Gradients that
-    are not used are not computed.
+    summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. One kernel
+    call computes the gradients of query, key and value together, and that of the bias only if it is used.
 
     Raises ProgramError if shapes or dtypes do not fit.
 
@@ -250,7 +250,7 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
-    """Number of query heads per key head.
+    """Checks the shapes. Returns the number of query heads per key head.
 
     Raises ProgramError if the shapes do not fit.
     """
@@ -274,9 +274,9 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Scores [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head. They are f32 for narrower dtypes.
+    """Scores [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head. Scores of narrower dtypes are f32.
 
-    Adds a float mask. A bool mask gives -inf where it is false.
+    A float mask is added. Where a bool mask is false, the score is -inf.
     """
     query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along it
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
@@ -352,7 +352,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Operands that mask the scores, and the attributes that say which of them are given."""
+    """Checks the masks. Returns those that are given as operands, and the attributes that say which are given."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (

@@ -1,4 +1,4 @@
-"""Composite functions: each traces to several ops. They compute in f32 for narrower dtypes."""
+"""Composite functions: each traces to several ops. Dtypes narrower than f32 are converted to f32 for the computation."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -20,7 +20,7 @@ MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorates a composite function: checks its arguments, and sets the word by which the IRs and generated code name its result."""
+    """Decorates a composite function: checks its arguments, and names its result in the IRs and in generated code after `word`."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -96,7 +96,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} is not an int, as the symbolic size {count} requires; use int sizes")
-    # Puts the sum of differences and the sum of squares into one tensor, so that one all-reduce covers both.
+    # One tensor holds both the sum of differences and the sum of squares, so that one all-reduce suffices.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -179,7 +179,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    """True if `shape` broadcasts to exactly `to`."""
+    """True if broadcasting `shape` against `to` gives `to`."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 
@@ -218,8 +218,8 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
     If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, for example the scale of the previous step,
-    the values are x divided by `scale`. Values out of range become the largest number of f8e4m3, or an infinity of f8e5m2. The returned
-    scales are always computed from x, for use in the next step. Quantisation fuses with preceding kernels: a norm and its quantisation by
+    the values are x divided by `scale`. The returned scales are always computed from x, for use in the next step. Values out of range
+    become the largest number of f8e4m3, or an infinity of f8e5m2. Quantisation fuses with preceding kernels: a norm and its quantisation by
     rows are one kernel.
 
     Raises ProgramError for an unknown scaling, another dtype, a scale of the wrong shape, or a dim that 128 does not divide.
@@ -237,7 +237,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
-    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without the dims of the elements of a block
+    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without the dims inside a block
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
         raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; pass such a scale")
@@ -249,7 +249,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        # reduces the maxima of the rows, because the kernel of a norm can compute these
+        # reduces the rows first, because the kernel of a preceding norm can compute the maxima of rows
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
@@ -287,7 +287,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         shape = table.type.shape
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
-    of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, which has the two elements of a pair
+    of_pair = x.ndim if interleaved else x.ndim - 1  # index of the new dim, which holds the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair

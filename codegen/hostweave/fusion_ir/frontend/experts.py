@@ -1,4 +1,4 @@
-"""Functions for mixtures of experts: grouped matmuls, counting, results with a stated upper bound of their size, and routing of tokens."""
+"""Functions for mixtures of experts: grouped matmuls, counting, routing of tokens, and results whose size depends on data up to a bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,8 +105,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
     of each index.
 
-    `total` is the size of the dim in the result. It is required if `repeats` is a tensor. If there are fewer repetitions, the last index
-    fills the rest. If there are more, the excess is cut off.
+    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If the repetitions are fewer, the last index
+    fills the rest. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
@@ -135,7 +135,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
 
 @dataclass(frozen=True)
 class Routing:
-    """Destination of each token on the ranks of its experts. Returned by `moe_routing`.
+    """Result of `moe_routing`: where the rows of each token go. A choice is one of the k experts of a token.
 
     - `ends`, i32 [R, E/R]: end of the rows of each expert, on each of R ranks. These are the offsets for `grouped_matmul`.
     - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
@@ -159,8 +159,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     gather `experts`, and each finds the choices of its experts.
 
     A rank sends at most `capacity` choices to each rank. By default that is all choices of its tokens, so no choice is dropped. With a
-    smaller capacity, excess choices are dropped: first those of the highest-numbered experts, and among these the last tokens. Counts are
-    computed on the device, and are not read by the host.
+    smaller capacity, a rank drops choices of its highest-numbered experts first, and of these the choices of the last tokens. The device
+    computes all counts; the host never reads them.
 
     Raises ProgramError if R does not divide the number of experts, or if the mesh has no such axis.
 
@@ -203,7 +203,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
-    """For each choice beyond the capacity of its destination rank, replaces the expert by `num_experts`, which no rank has."""
+    """Replaces the expert of each choice that exceeds the capacity of its destination rank by `num_experts`, an expert that no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
     places = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
@@ -221,8 +221,8 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
     """Sends each row of x [T, H] to the ranks of its experts. The result is [R, rows, H], sharded over the axes of the routing.
 
     On each rank, rows are sorted by expert, and rows of an expert are in the order of the tokens. `routing.ends` has the end of each
-    expert's rows. The values of later rows are undefined. The rows are multiplied by `weights` [T, k], if given, as in the gradient of
-    `moe_combine`. Without weights, this is the transpose of `moe_combine`.
+    expert's rows. Rows after the last end are undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice,
+    as in the gradient of `moe_combine`.
 
     All ranks gather x, and each copies the rows that it needs. So a token is sent once to each rank, even if several of its experts are on
     that rank.
@@ -261,8 +261,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, pass one number per choice in
-    place of its row: the dot product of this row and the row of the result's gradient.
+    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1: pass the dot
+    product of each row and the same row of the dispatched gradient, as in the example.
 
     Raises ProgramError for other shapes.
 
@@ -272,7 +272,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Gathers rows of experts [R, rows, H] into [R, T, k, H]. On each rank, choices of other ranks' experts are zeros."""
+    """Reads the row of each choice from the rows of experts [R, rows, H]: [R, T, k, H], with zeros for experts of other ranks."""
     own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 

@@ -29,10 +29,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. cuBLASLt does not support integer matmuls. A generated kernel computes them, much slower than matmuls of floats.
+    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them, and are much slower than those of
+    floats.
 
-    If dim K is sharded, the result is a partial sum. The partial sum is all-reduced, or reduce-scattered to a sharding that `reshard`
-    states.
+    If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
 
     Raises ProgramError for other dtypes, or if the inner dims differ.
 
@@ -56,7 +56,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
     Shardings propagate as for `matmul`; a scale is sharded like its operand. A following bias, `relu` or `gelu_tanh` becomes the epilogue.
     The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If
-    cuBLASLt does not support the scales, the matmul is composed of other ops. `Program.explain` reports such matmuls.
+    cuBLASLt does not support the matmul, it is composed of other ops. `Program.explain` reports such matmuls.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -130,8 +130,8 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
     Returns x itself if it already has the dtype.
 
-    Ints wrap around: the result has the low bits of the source int, or of the float converted to i64. So -1.0 is 4294967295 in u32 on all
-    targets. NaN and floats that fit neither i64 nor u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller int dtypes.
+    Casts to ints keep the low bits of the source int, or of the float converted to i64. So -1.0 becomes 4294967295 in u32 on all targets.
+    NaN and floats that fit neither i64 nor u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller int dtypes.
 
     Values too large for f16, bf16 or f8e5m2 become infinite. Values too large for f8e4m3 become 448.
 
@@ -188,8 +188,8 @@ def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType 
 def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
     """Vector of the numbers start, start + step, ... that are less than `stop`. A single argument is `stop`, and `start` is then 0.
 
-    `stop` may be a size as text, such as "M". `start` and `step` are then ints, and in each call `step` must divide `stop - start`. For a
-    dtype of 64 bits, elements are computed in i64, otherwise in i32. Raises ProgramError for other bounds or steps, and for dtype bool.
+    `stop` may be a size as text, such as "M". `start` and `step` are then ints, and in each call `step` must divide `stop - start`.
+    Elements of 64-bit dtypes are computed in i64, others in i32. Raises ProgramError for other bounds or steps, and for dtype bool.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -279,8 +279,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One dim may be -1, and is then inferred.
 
-    The result is a view if the memory layout allows it. A dim keeps its sharding if the reshape does not change it, or if it is the
-    outermost of the dims that are merged or split. Otherwise the dim is gathered.
+    The result is a view if the memory layout allows it. A dim keeps its sharding if the reshape leaves the dim unchanged, or if the dim is
+    the outermost of those that are merged or split. Other sharded dims are gathered.
 
     Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
@@ -300,7 +300,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
     """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed. The result is a
     view.
 
-    For a matrix, `x.T` is the same.
+    For a matrix, this is `x.T`.
 
     Raises ProgramError if `axes` is not a permutation of the dims.
 
@@ -338,8 +338,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, it is gathered first. Pointwise ops and most other ops that compute an operand write it directly into the
-    result, without a copy.
+    If dim `axis` is sharded, it is gathered first. Most ops that compute an operand write directly into the result, without a copy.
 
     Raises ProgramError for an empty list, or if shapes or dtypes differ.
 
@@ -409,8 +408,8 @@ def _size_of(dim: SizeLike, kind: str) -> Size:
 
 @checked
 def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
-    """States the sharding of a tensor. The dims are those of x, each with the mesh axes that split the dim. The compiler inserts the
-    communication.
+    """Changes the sharding of a tensor. The dims are those of x, each with the mesh axes that split it in the result. The compiler inserts
+    the communication.
 
     | from | to | communication |
     |---|---|---|

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # stands for a symbolic size in comparisons
+LARGE = 720720 << 20  # value of every symbol when bounds of a slice are compared
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
-    """Part of x that the keys select. Keys are slices with positive steps, ints (which drop their dim), `None` (which adds a dim) and
-    `...`.
+    """Part of x that the keys select. A key is a slice with a positive step, an int (drops its dim), `None` (adds a dim) or `...`.
 
-    A slice must be within its dim. If the size is symbolic, each call of the program checks it.
+    A slice must be within its dim. If the size is symbolic, each call of the program checks this.
 
     Raises ProgramError for other keys, and for slices that exceed a dim.
     """
@@ -88,7 +87,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
-    least, most, size = map(_if_large, (start, stop, whole))  # a substituted value that is large enough to compare bounds
+    least, most, size = map(_if_large, (start, stop, whole))  # numbers that can be compared, for large values of the symbols
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"is out of range; stay between 0 and {whole}")
     if least >= most:
@@ -102,7 +101,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are large. It may be a fraction, because divisibility is checked only in calls."""
+    """Value of a size if all its symbols are LARGE. The value may be a fraction: only calls check divisibility."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):

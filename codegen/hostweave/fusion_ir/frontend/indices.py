@@ -76,9 +76,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but with torch's rule for shapes: dims of x other than `axis` may be longer than those of `indices`. The
-    excess is not read.
-
-    Symbolic sizes must be equal.
+    excess is not read. Symbolic sizes of these dims must be equal.
 
     Raises ProgramError for other shapes.
 
@@ -96,8 +94,8 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """Rows of a table [V, E], as in torch.nn.functional. `indices` is a tensor of ints of any shape; the result is [..., E].
 
-    If the vocabulary is sharded, `V@tp`, each rank looks up the rows of its shard, and the result is a partial sum. Nothing is gathered.
-    See `take` for indices out of range.
+    If the vocabulary is sharded, `V@tp`, each rank looks up the rows of its shard, and the result is a partial sum. See `take` for indices
+    out of range.
 
     Raises ProgramError if `weight` does not have two dims.
 
@@ -132,8 +130,8 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
     source[i][j][k]`. If indices repeat, the last element wins.
 
-    As in torch, except that dims other than `axis` must be equal in all three tensors. In `indices` they may also be 1, and then broadcast.
-    `indices` is a tensor of ints; see `take` for indices out of range. `axis` of x may be sharded; `axis` of the indices is gathered.
+    Unlike in torch, dims other than `axis` must be equal in all three tensors; in `indices` they may also be 1, and then broadcast.
+    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; that of `indices` is gathered.
 
     Raises ProgramError for other shapes.
 
@@ -149,8 +147,8 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     """Adds elements of `source` to a copy of x, at `indices` along a dim. Elements with equal indices are summed. Shapes are those of
     `scatter`.
 
-    Sums are in the order of the source and in the dtype of x. Results are therefore reproducible, also on GPUs. `axis` of x may be sharded.
-    If `axis` of the indices is sharded, each rank sums its elements, and the result is a partial sum.
+    Elements are added in the order of the source, in the dtype of x, so results are reproducible on GPUs too. Dim `axis` of x may be
+    sharded. If dim `axis` of `indices` is sharded, each rank sums its elements, and the result is a partial sum.
 
     Raises ProgramError for other shapes.
 
@@ -221,8 +219,8 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Start of a slice with `length` elements, clamped to the valid range, as an i64 tensor. `before` has the sizes of the dims before the
-    first dim that is cut. The start may vary along some of these."""
+    """Start of a slice with `length` elements, clamped to the valid range, as an i64 tensor. `before` has the sizes of the dims along which
+    the start may vary."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")
@@ -271,17 +269,16 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Inverse of a permutation that `argsort` returned: the position (i64) of each element in the sorted order. Equals `argsort(order)`,
-    without sorting."""
+    """Inverse of a permutation that `argsort` returned: the position (i64) of each element in the sorted order. `argsort(order)` gives the
+    same result, but sorts."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
     """Sorts elements by group. Each element of x is the number of its group, or `groups` if it has no group.
 
-    Returns an i32 tensor. Along the dim it contains three lists, one after another: the end of each group; for each sorted position, the
-    index of the element there; for each element, its sorted position. The sort is stable. An element without a group has position 0, and
-    unused positions have index 0.
+    Returns three concatenated lists along the dim, in i32: the end of each group; the index of the element at each sorted position; and the
+    sorted position of each element. The sort is stable. An element without a group has position 0, and unused positions have index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 
@@ -300,7 +297,7 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # up to this k, a GPU does not sort all elements: kSorted of sort.h
+_MOST_CHOSEN = 2048  # largest k for which a GPU selects k elements instead of sorting all: kSorted of sort.h
 
 
 @checked
@@ -329,7 +326,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
 @_called("any")
 def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """True if any element over `axis` is true, or is not 0. `axis` is as in `max`. A NaN is not 0.
+    """True if an element along `axis` is true or nonzero. `axis` is as in `max`. A NaN is nonzero.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.any(x, axis=-1)`.
     """
@@ -338,7 +335,7 @@ def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool =
 
 @_called("all")
 def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """True if all elements over `axis` are true, or are not 0. `axis` is as in `max`. A NaN is not 0.
+    """True if all elements along `axis` are true or nonzero. `axis` is as in `max`. A NaN is nonzero.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.all(x, axis=-1)`.
     """
@@ -426,8 +423,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, there are two all-reduces: of the largest logit of each row, and then of the sum and the target's logit together. No
-    logits are gathered. See `take` for targets out of range.
+    If V is sharded, no logits are gathered. One all-reduce is for the largest logit of each row, and one for the sum and the target's
+    logit. See `take` for targets out of range.
 
     Raises ProgramError for other shapes, or an unknown reduction.
 

@@ -1,4 +1,4 @@
-"""Records ops in the trace of their operands. The public functions of ops use this."""
+"""Records ops in the trace of their operands, and checks arguments, for the public functions of ops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def record(
     """Records one op and returns its result. `target` has those parts of the result type that the user stated.
 
     An op without operands is recorded in the trace of the tensor `beside`, or in that of the function being traced. `callee` is the
-    function of a call, and `user_kernel` the C++ of a kernel. In errors, `written` is the name of an op without operands.
+    function of a call, and `user_kernel` the C++ of a kernel. Errors call an op without operands `written`.
 
     Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
     """

@@ -30,12 +30,12 @@ from hostweave.types.tensor import TensorType
 
 LEAST = 2  # fewest calls that become a repeat
 
-Column = tuple[str, ...]  # in the order of the calls: the values of one operand, or of one result
+Column = tuple[str, ...]  # values of one operand or of one result in consecutive calls, one per call
 _Roles = list[tuple[set[object], set[object], Column]]
 
 
 class _Unfit(Exception):
-    """A run of calls or a column of inputs that cannot be merged. The caller records it in `unfit`, so that it is not attempted again."""
+    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds it to `unfit`, and starts again without it."""
 
     def __init__(self, what: object):
         self.what = what
@@ -43,7 +43,7 @@ class _Unfit(Exception):
 
 @dataclass(eq=False)
 class _Run:
-    """Consecutive calls of one function, and the role of each operand."""
+    """Consecutive calls of one function that become a repeat, and the role of each operand."""
 
     function: Fusion
     calls: tuple[Op, ...]
@@ -63,25 +63,25 @@ class _Run:
         return tuple(zip(*(call.tensors for call in self.calls), strict=True))
 
     def in_order(self, column: Column) -> Column:
-        """A column of calls in the order of the group's tensors."""
+        """Converts a column from the order of the calls to the order of the group's tensors."""
         return column[::-1] if self.backward else column
 
     def taken(self, operand: int) -> int:
-        """Index of the repeat's result that stacks the values of an operand."""
+        """Index of the repeat's result that is the stack of an operand's values."""
         return len(self.results) + operand
 
     def given(self, result: int) -> int:
-        """Index of the repeat's result that stacks the values of a result."""
+        """Index of the repeat's result that is the stack of a result's values."""
         is_carried = result in self.carried.values()
         return len(self.results) + len(self.columns) + result if is_carried else result
 
     def operand_of(self, result: int) -> int:
-        """The operand of the next call that a carried result becomes."""
+        """Operand of the next call that reads a carried result."""
         return next(operand for operand, carried in self.carried.items() if carried == result)
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Columns of values that a later run may iterate over -> index of the repeat's result that stacks them."""
+        """Maps each column that a later run may read as a stack to the index of the repeat's result that is this stack."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
@@ -106,7 +106,7 @@ def repeat_calls(fusion: Fusion) -> Fusion:
 
 class _Repeats:
     def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool], roles: dict[str, _Roles]):
-        """`groups` caches which columns of inputs can be parameter groups, and `roles` the roles of operands. All attempts share them."""
+        """`groups` and `roles` are caches that all attempts share: of `is_group`, and of `roles_after`."""
         self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
         self.inputs = {value.name for value in fusion.inputs}
@@ -131,7 +131,7 @@ class _Repeats:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # A model may return the carried values of all layers except the last, so shorter runs are tried too.
+                # shorter runs too: a model may return the carried values of all layers except the last
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
@@ -144,8 +144,8 @@ class _Repeats:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """Length of the longest prefix of calls in which each operand keeps its role: carried from one result, shared, or different in each
-        call."""
+        """Length of the longest prefix of calls in which each operand has one role: carried from one result, shared by all calls, or
+        different in each call."""
         in_turn = {name for column in self.stacks for name in column} | self.inputs | self.selects.keys()
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -156,8 +156,8 @@ class _Repeats:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> _Roles:
-        """For each operand: its possible roles if its two values follow each other in a column, its possible roles otherwise, and these
-        values."""
+        """For each operand: its possible roles if a group or stack contains its values in both calls, its possible roles otherwise, and the
+        two values."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), _Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -172,7 +172,7 @@ class _Repeats:
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> _Run | None:
-        """A run of these calls, or None if the calls do not form a repeat."""
+        """The run that these calls form, or None if they cannot be a repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
@@ -202,7 +202,8 @@ class _Repeats:
         return None
 
     def placed(self, run: _Run, at: int) -> tuple[Column, TensorType] | None:
-        """If the only uses of a result are reshards to one type: their results, and the type. The function can then do the reshard."""
+        """Results and type of the reshards of a result, if all uses of the result are reshards to one type. The function can then
+        reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -211,8 +212,8 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads. The column is some first value, followed by all tensors of the stack or group
-        except the last. () if there is none."""
+        """The stack or group from which a lagged column reads all tensors except the last, after an unrelated first value. () if there is
+        none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -223,7 +224,7 @@ class _Repeats:
         return ()
 
     def is_stack(self, column: Column) -> bool:
-        """True if a run stacks these values, or if they are consecutive indices of one tensor."""
+        """True if these values are a stack: results of an earlier run, or consecutive indices of one tensor."""
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
@@ -245,9 +246,9 @@ class _Repeats:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order. Adjacent inputs that form interleaved columns become one entry, the tuple of these columns.
+        """Inputs in order, with groups replaced. Consecutive inputs such as `w_0, v_0, w_1, v_1` are one entry, the tuple of their columns.
 
-        Raises _Unfit if a required column is not contiguous in the inputs.
+        Raises _Unfit if a run needs a column whose names are not at regular distances in the inputs.
         """
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
         wanted = {column: column for column in columns if not self.is_stack(column)}
@@ -257,7 +258,7 @@ class _Repeats:
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
-        """Items of `group_inputs` for these names. `wanted` maps each required column to the argument of its _Unfit."""
+        """Names in order, with groups replaced as in `group_inputs`. `wanted` maps each required column to the argument of its _Unfit."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
@@ -274,7 +275,7 @@ class _Repeats:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object]) -> tuple[Column, ...] | None:
-        """Interleaved columns of equal length that begin at index `begin`, at least one of which is in `wanted`. None if there are none."""
+        """Columns that are interleaved from index `begin`, if one of them is in `wanted` and the others are groups. None otherwise."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -289,8 +290,8 @@ class _Repeats:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Columns of results that the program returns -> the run, the index of the result in its calls, and the type to which it is
-        resharded or None."""
+        """Maps each column of results that the program returns to the run, the index of the result, and the type to which it is resharded
+        or None."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -314,7 +315,7 @@ class _Repeats:
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that are this value, or a reshard of it."""
+        """Outputs of the program that are this value or a reshard of this value."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
@@ -334,10 +335,10 @@ class _Rewriting:
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors whose indices calls take one after the other
+        self.parts: list[Op] = []  # slices of tensors of which each call reads one index
 
     def depth(self, calls: int) -> Size:
-        """Number of calls of a repeat: a symbolic size if some group has that many tensors, otherwise an int."""
+        """Number of calls of a repeat: a symbolic size if a parameter group has that many tensors, otherwise an int."""
         if calls not in self.in_groups:
             return Size(calls)
         if calls not in self.sizes:
@@ -420,7 +421,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, body=tuple(ops))
 
     def take_as_given(self, run: _Run) -> None:
-        """Makes the function reshard the tensors of a group, because no buffer holds all of them."""
+        """Moves reshards of a group's tensors into the function, because a group is not one buffer that could be resharded before."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
         for at, value in enumerate(run.function.inputs):
@@ -434,7 +435,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
     def take_parts(self, run: _Run) -> None:
-        """Slices tensors of which each call takes the next index."""
+        """Adds a slice for each tensor of which each call reads the next index."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
                 first = self.found.selects[column[0]]
@@ -444,7 +445,7 @@ class _Rewriting:
                 self.parts.append(Op("slice", first.tensors, result, given, first.location))
 
     def type_in_group(self, run: _Run, operand: int) -> TensorType | None:
-        """The type of the tensors that an operand takes from a group of inputs; None if it takes no group."""
+        """Type of the tensors of the parameter group that an operand reads. None if the operand reads no group."""
         column = (run.each | run.lagged).get(operand)
         return None if column is None or self.found.is_stack(column) else self.values[column[0]].type
 
@@ -553,6 +554,6 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        if number >= count / 2 and not self.depth(count).is_int:  # counted from the nearer end, so that it does not depend on the depth
+        if number >= count / 2 and not self.depth(count).is_int:  # the last tensors have indices that do not depend on the depth
             number -= count
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

@@ -39,7 +39,7 @@ def _sign(written: str) -> Callable[[Tensor], Tensor]:
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """The method of a binary operator, and its reflected method, which Python calls if the left operand is a number."""
+    """Methods of a binary operator: the plain one, and the reflected one, which Python calls if the left operand is a number."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -64,7 +64,7 @@ class Tensor:
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
         self._variable: str | None = None  # the user's variable to which the tensor was assigned
-        self._word: str | None = None  # word of the composite function that produced it
+        self._word: str | None = None  # word in the tensor's name for the composite function that returned it
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
@@ -250,7 +250,7 @@ class Tensor:
 
 
 class _Trace:
-    """Values of one function that is being traced. Until names are final, values are named by consecutive numbers.
+    """Values of one function that is being traced. During tracing, values are named by consecutive numbers.
 
     `functions` maps the fusion's functions to their traces, or to None during tracing. `sources` are its user kernels by name.
     """
@@ -280,7 +280,7 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op with these operands. `known` contains the tensors among the operands, and possibly another tensor of the trace.
+        """Adds an op, and returns its result. `known` contains the tensors among the operands, and possibly another tensor of the trace.
 
         Raises ProgramError if the tensors belong to other fusions, or if their types do not match.
         """
@@ -329,10 +329,8 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after the variables of the function that made them. Tensors that existed before a frame are its arguments, and are
-        not renamed.
-
-        The recorded frame of a function that has returned still has its variables. Outer frames are visited first.
+        """Names tensors after variables of the frames, by default of all recorded frames, from outer to inner ones. Frames of functions
+        that have returned still have their variables. Tensors that existed before a frame are its arguments, and keep their names.
         """
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
@@ -342,7 +340,7 @@ class _Trace:
                     value._variable = word
 
     def source(self, source: UserKernel) -> UserKernel:
-        """The user kernel, under a unique name."""
+        """Records a user kernel, and returns it under a unique name."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
         named = (replace(source, name=name) for name in names)
         return next(one for one in named if self.sources.setdefault(one.name, one) == one)

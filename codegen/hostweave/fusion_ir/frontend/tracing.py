@@ -33,7 +33,7 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array holds that result. The result must have the
       input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has that shape, a result with
-      the dims in another order is chosen. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
+      the dims in another order is chosen. It is an error if several results match; use `donate={"m": 1}` to choose result 1.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
 
@@ -79,7 +79,7 @@ def traced(
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
-    for result, into in zip(outputs, donated or repeat(""), strict=False):  # names of variables take precedence
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # a variable's name takes precedence over the input's
         if result._name is None and into and (shared[result._variable] > 1 or not result._variable):
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
@@ -137,7 +137,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Makes each result the result of a separate op, by copying returned inputs and repeated results."""
+    """Copies results that are inputs or that are returned twice, so that a separate op computes each result."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -266,8 +266,8 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[
     """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand. A number makes repeated
     names unique.
 
-    An unnamed output that reshards a variable takes the variable's name, as in `return hw.reshard(loss)`. The variable is then named
-    `loss_before`. If other ops also read the variable, it keeps its name.
+    In `return hw.reshard(loss)`, the output gets the name `loss`, and its operand is named `loss_before`, unless other ops also read the
+    operand.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -293,8 +293,8 @@ class _Names:
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # named values, such as weights, and values that only move their elements
-        self.subjects: dict[str, str] = {}  # derived value -> name of the operand after which it is named
+        self.given = set(given)  # values that the user named, such as weights, and values with the same elements in other places
+        self.subjects: dict[str, str] = {}  # value with a derived name -> name of the operand in this name
         self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value that first had these elements
 
     def claim(self, number: str, wanted: str) -> None:
@@ -307,7 +307,7 @@ class _Names:
                 self.taken.add(name)
 
     def derive(self, number: str, op: Op, word: str | None) -> None:
-        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`. `word` is the composite function, if any."""
+        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`. `word` replaces the op's name, if given."""
         moved = _movement(op)
         if moved and op.tensors[0] in self.given:
             self.given.add(number)

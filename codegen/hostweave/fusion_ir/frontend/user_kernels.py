@@ -59,9 +59,9 @@ def kernel(
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
 
-    A tensor keeps the sharding that a spec or `reshard` states. Any other tensor is gathered first. `grid` is a dim, or several dims whose
-    product is taken. Each thread block has `block` threads and handles `per` elements of the grid, so `ceil(grid / per)` thread blocks are
-    launched.
+    A tensor keeps the sharding that a spec or `reshard` states. Any other tensor is gathered first. `grid` is the number of elements: a
+    dim, or the product of several dims. Each thread block has `block` threads and handles `per` elements, so `ceil(grid / per)` thread
+    blocks are launched.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but

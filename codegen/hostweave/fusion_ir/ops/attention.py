@@ -9,8 +9,8 @@ materialised. Optional operands follow the required ones:
   only keys of its sequence.
 
 With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last block may be short or
-empty. The first dim of the result is the block; it is sharded like the keys. Lengths then count the valid keys of each block. A row that
-sees no key of a block has zeros and -inf in the block's result.
+empty. The result has an additional first dim, the block, which is sharded like the keys. Lengths then count the valid keys of each block.
+If a row sees no key of a block, the block's result for this row is 0, and its log-sum-exp is -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """The entries of `operands` that belong to lengths, bias and offsets. `operands` has one entry per operand of the op, of any type."""
+    """Entries of `operands` for the op's lengths, bias and offsets, by these words. `operands` is parallel to the operands of the op."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -155,10 +155,10 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
+    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. The bias is added to the scores.
 
-    With `from_end`, the number of valid columns is added to the diagonal. If `reversed` is not 0, the rows consist of this many blocks, in
-    reverse order.
+    With `from_end`, the number of valid columns is added to the diagonal. If `reversed` is not 0, the rows are stored as this many blocks,
+    the last block first.
     """
 
     diagonal: int | None = None
@@ -200,7 +200,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """Makes the NumPy function of an op, which returns the result at `index` of `compute`. `compute` takes operands and masks."""
+    """NumPy function of an op: calls `compute` with the operands and masks, and returns its result at `index`."""
 
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
@@ -272,10 +272,10 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients, similar to that of attention. Gradients of keys and values are sums over rows, and over the query heads that
-    share a key head; all of these heads are on one rank.
+    """Index map of gradients. Gradients of keys and values are sums over rows, and over the query heads that share a key head. Query heads
+    that share a key head are on one rank.
 
-    The gradient of a bias is summed over dims that the bias lacks or that have size 1.
+    The gradient of a bias is a sum over the dims that the bias lacks or that have size 1.
     """
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
@@ -306,8 +306,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """True if CUDA may need kernels of this package, for cases that cuDNN does not support. True if symbolic sizes may lead to such a
-    case."""
+    """True if CUDA may need kernels of this package, because cuDNN does not support the op for some values of its symbolic sizes."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
     at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))

@@ -46,7 +46,7 @@ def lagged_by(op: Op) -> dict[int, int]:
 def result_type(op: Op, index: int) -> TensorType:
     """Type of the result at `index` of a call or a repeat.
 
-    A repeat has additional results after those of the function: for each operand, and then for each result, the stack of its values in all
+    A repeat has additional results after those of the function: stacks of the values that each operand, and then each result, has in the
     calls.
     """
     assert op.callee is not None
@@ -66,10 +66,10 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Type of the first result of a repeat: the function is called once per tensor of the operands `each`. Operands in `carried` are
-    results of the previous call.
+    """Type of the first result of a repeat, which calls a function `depth` times. Call i gets tensor i of each operand in `each`.
 
-    A `lagged` operand is the previous call's tensor of its stack or group. In the first call, an additional operand at the end replaces it.
+    Operands in `carried` are results of the previous call. For an operand in `lagged`, call i gets tensor i - 1 of the stack or group. The
+    first call gets an additional operand from the end of the operand list.
     """
     function = op.callee
     assert function is not None

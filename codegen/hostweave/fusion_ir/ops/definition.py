@@ -20,15 +20,15 @@ FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "
 
 
 class Mismatch(Exception):
-    """The operands of an op are not valid. The caller catches it, and adds the op and its location."""
+    """The operands of an op are not valid. `infer_type` catches this error, and raises a ProgramError with the op and its location."""
 
 
 @dataclass(frozen=True)
 class Combine:
     """Combining function of a reduction in C++: a functor, and the equivalent operator `sign` if there is one.
 
-    `total` is the name of the accumulator. `starts` has its initial values for floats, ints and uints. If `identity` is False, the result
-    is an element or its position, so the reduction needs at least one element.
+    `total` is the name of the accumulator, and `starts` its initial values for floats, ints and uints. If `identity` is False, no value can
+    stand for the result over no elements, so the reduction needs at least one element.
     """
 
     total: str
@@ -60,10 +60,10 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if it differs
-    prepared: str = ""  # C++ type for f32 that precomputes work on the last operand, if many elements share that operand
+    prepared: str = ""  # C++ type that precomputes the work on an f32 last operand, once for all elements that share the operand
     lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads that process a row need no synchronisation, because each computes separate elements
-    in_clusters: bool = False  # several blocks may process adjacent rows together
+    in_clusters: bool = False  # a cluster of thread blocks may process several rows together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place
     parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # start of each operand in the result, by dim
@@ -72,11 +72,11 @@ class OpDef:
     locates: bool = False  # the reduction returns a position, even if there is only one element
 
     # Shardings follow from the index map and the following fields.
-    partial: str = ""  # reduction of the ranks' results if a reduced dim is sharded; "" if a rank needs the whole dim
+    partial: str = ""  # reduction that combines the ranks' results if a reduced dim is sharded; "": a rank needs the whole dim
     linear: str = ""  # the op is linear in its first operand (first), in each operand (factors), or in all operands together (terms)
     is_exact: bool = False  # a partial sum is not rounded: at most one term is not zero, or the op itself adds in the result's dtype
     last_is_first: bool = False  # for shardings, the last operand takes precedence
-    # types of result and operands, if a function, kernel or the user states them
+    # types of result and operands that a called function, a user kernel or the user states
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
         None  # mesh axes of each result dim, if the index map cannot express them
@@ -88,7 +88,7 @@ class OpDef:
 
     is_view: bool = False  # pointer arithmetic on local data, without a kernel or call
     cuts: bool = False  # a view of some of the elements
-    counts: bool = False  # it uses only the size of its second operand
+    counts: bool = False  # uses only the size of its second operand, not the elements
     is_reshard_step: bool = False  # one communication or local slice, which the attributes determine
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
@@ -185,5 +185,5 @@ def elementwise(types: Types, op: Op) -> IndexMap:
 
 
 def opaque(types: Types, op: Op) -> IndexMap:
-    """Index map of an op whose operands and result have no index in common."""
+    """Index map of an op whose dims are all unrelated, so that none can be sharded or chunked."""
     return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))

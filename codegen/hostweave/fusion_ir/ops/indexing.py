@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-For each indexed dim, an op has an operand `rows`: the global indices of the dim that the rank holds. The op accesses only these indices, so
-the dim may be sharded. A `take` reads zeros at other indices, and a `scatter` skips them.
+For each indexed dim, an op has an operand `rows`: the global indices that the rank holds. The op accesses only these, so the dim may be
+sharded. At other indices a `take` reads zeros, and a `scatter` writes nothing.
 """
 
 from dataclasses import replace
@@ -192,8 +192,8 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Index map of scatters: the result is sharded like x. Along the indexed dim, the source may be sharded only for scatter_sum: each rank
-    adds its shard, which gives a partial sum."""
+    """Index map of scatters. The result is sharded like x. The source may be sharded along the indexed dim only for scatter_sum: each rank
+    then adds its shard, and the result is a partial sum."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)

@@ -130,7 +130,7 @@ def as_term(op: Op, x: TensorType) -> Op:
 
 
 def is_one_element(op: Op, x: Sequence[Size]) -> bool:
-    """True if reducing an operand of this shape only removes dims of one element, and does not change the elements."""
+    """True if the reduction only removes dims of one element from an operand of this shape, and keeps the values."""
     combine = OPS[op.kind].combine
     is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
     return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])

@@ -62,10 +62,9 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims. Scales of blocks relate only the outermost parts of
-    dims.
+    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims. Labels of dims with block scales are in `outer`.
 
-    A dim that consists of one block has no label, because ranks cannot split a block.
+    A dim of a single block has no label, because ranks cannot split a block.
     """
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [

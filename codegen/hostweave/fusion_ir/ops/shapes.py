@@ -116,8 +116,7 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """Index map of a reshape. A dim that does not change keeps its label. Where dims are split or merged, the outermost ones share a label
-    in `outer`."""
+    """Index map of a reshape. An unchanged dim keeps its label. The outermost of dims that are split or merged share a label in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
@@ -130,10 +129,10 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes for the dims of a reshape's result such that every element stays on its rank, as from [8@y,x] to [2@y, 4@x]. None if there
-    are none.
+    """Mesh axes of the result's dims with which a reshape moves no element to another rank, as from [8@y,x] to [2@y, 4@x]. None if no axes
+    do so.
 
-    In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every dim before it.
+    In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every earlier dim.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
@@ -174,7 +173,7 @@ def _cut(types: Types, op: Op) -> IndexMap:
 
 
 def _joined(types: Types, op: Op) -> IndexMap:
-    """Index map of concat and pad. A dim along which operands are only a part of the result has no label."""
+    """Index map of concat and pad. The dim that is joined and the dims that are padded have no label."""
     axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
     labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
     return IndexMap((labels,) * len(types), labels)
