@@ -13,7 +13,7 @@ becomes
     %y_blocks: bf16[2, H, S@cp, 64] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.125, blocks=2)
     %y_lse: f32[2, H, S@cp] stream(0, 2) = attention_lse(%q, %y_keys, scale=0.125, blocks=2)
 
-followed by ops that merge the blocks by their log-sum-exps. The keys and values of a rank are sent together.
+followed by ops that merge the results of the blocks by their log-sum-exps. One transfer sends the keys and values of a rank.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from hostweave.types.tensor import TensorType
 
 
 def attend_by_blocks(fusion: Fusion, options: Options) -> Fusion:
-    """Moves the attention into the loop of its all-gathers, if each chunk is one rank's block of keys."""
+    """Splits an attention op so that it can run in the loop of its all-gathers, if each chunk is one rank's block of keys."""
     found = [each for each in gathered_keys(fusion) if _is_by_blocks(each, fusion)]
     return _Attending(fusion, found).rewritten() if found else fusion
 
@@ -51,7 +51,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention op or its log-sum-exp op. The first of the two also emits the blocks for the other."""
+        """Rewrites an attention op or its attention_lse op. The first of the two also emits the blocks that the second one reads."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

@@ -1,4 +1,4 @@
-"""Splits causal attention of rows in zigzag into two calls: one for the first pieces of all ranks, and one for the second pieces."""
+"""Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, and one for those of all second pieces."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # halves of a value along its rows; for keys, the first half of the columns, and all columns
+        # (value, layout, dim) -> its two halves along the rows, or for keys the first half of the columns and all columns
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:

@@ -33,7 +33,7 @@ from hostweave.types.size import Size
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
-    """Moves the ops of each chunk loop into a region. Adjacent ops with the same iterations share a loop.
+    """Moves streamed ops, and the communications that they need, into chunk loops. Adjacent ops with the same iterations share a loop.
 
     Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible choices.
     """
@@ -47,7 +47,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, with the chunked dim of its result. If the op is a reshard, also its reshard step."""
+    """An op of a loop, the dim of its result that the loop splits, and the reshard step `change` if the op is a reshard."""
 
     op: Op
     dim: int
@@ -59,7 +59,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """True for reshards other than local slices. Also true for reductions over sharded dims, which need a reshard."""
+        """True for reshards other than local slices, and for reductions over sharded dims, because a reshard of their result follows."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -105,10 +105,11 @@ class _Choice:
     # --- members of a loop ---
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications of its operands, and the op that computes the operand of the first communication.
+        """The streamed op, the communications of its operands, and the ops that compute the operands of these communications.
 
         In a loop by shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. In a loop
-        across shards, all members must have the same number of shards. Values with another number of shards are communicated before it.
+        across shards (`through_gathers`), all members must split the chunked dim into equally many shards. Other values are communicated
+        before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -123,7 +124,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards of the chunked dim, before and after a member."""
+        """Numbers of shards of the chunked dim in the operand and in the result of a member, without 1."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
@@ -131,7 +132,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """Producers of the operands that can run in the loop, each with the other consumers that must join the loop."""
+        """Ops that compute the operands and can run in the loop, each with the further consumers that must join the loop."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
@@ -150,11 +151,10 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Other consumers of a communicated value that must join the loop. None if one of them cannot join it.
+        """Consumers of `producer` other than `member` that must join the loop. None if one of them cannot join.
 
         A consumer must be streamed like `member`, over the same dim of the value. Its other operands must be available before the loop, or
-        computed in the same iteration. Consumers of a gathered value that come later and are not streamed need not join: they read the
-        value after the loop.
+        computed in the same iteration. If the value is gathered, later consumers that are not streamed read it after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -164,7 +164,7 @@ class _Choice:
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
         here = self.place[member.name]
-        walked = {producer.name: producer.dim, member.name: member.dim}  # value computed in the loop -> the dim that is chunked
+        walked = {producer.name: producer.dim, member.name: member.dim}  # value computed in the loop -> its chunked dim
         found = []
         for op in others:
             stream = op.result.stream if op else None
@@ -184,8 +184,7 @@ class _Choice:
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if a loop has no communication although its operand is gathered just before it. The user expected the loop to overlap with
-        that gather."""
+        """Warns if the loop has no communication because the gather of an operand has other consumers, and so stays before the loop."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.made.get(str(name)), indices.operand_dim(i, member.dim)
@@ -202,7 +201,7 @@ class _Choice:
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
         """The chunking of the loop, and the schedule of each reshard. Both are empty if the loop has no communication.
 
-        Raises ProgramError if no schedules fit, or if the user's choice does not fit.
+        Raises ProgramError if no schedules fit, or if the chunking or algorithm that the user stated does not fit.
         """
         possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
@@ -271,8 +270,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication. They are those of a loop that computes an operand, so that the two loops
-        fuse. Otherwise the rotation is None, and the chunking is the user's choice or "across_shards"."""
+        """Chunking and rotation of a loop without communication: those of a loop that computes an operand, so that the two loops fuse. If
+        there is none, the rotation is None, and the chunking is the user's choice or "across_shards"."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -287,7 +286,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of loops that compute an operand, if each iteration of this loop reads only the same iteration's chunk."""
+        """Chunking and rotation of each loop that computes an operand, if iteration i of this loop reads only chunk i of the operand."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -332,8 +331,8 @@ class _Choice:
 
 
 class _Loops:
-    """Moves streamed ops into loops. Adjacent ops share a loop if they have the same iterations, and if each iteration reads only results
-    of the same iteration.
+    """Moves streamed ops into loops. Adjacent ops share a loop if they have the same iterations, and if iteration i reads only chunks that
+    iteration i computes.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
@@ -380,7 +379,7 @@ class _Loops:
             return False
         fed = (user.result.stream for user in flow.consumers[op.result.name])
         if loop.by_block and (any(other and other.algorithm for other in fed) or (stream.algorithm and not self.moves_with(op, loop))):
-            return False  # an iteration can follow the rotation of only one communication
+            return False  # one communication determines which block an iteration computes
         for number, operand in enumerate(op.operands):
             if not isinstance(operand, str) or not loop.makes(operand):
                 continue
@@ -407,5 +406,5 @@ class _Loops:
 
 
 def _in_loop(op: Op) -> Stream:
-    """The part of an op's stream that its loop does not state."""
+    """The stream of an op inside its loop: without the chunks and the chunking, which the loop states."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

@@ -1,4 +1,4 @@
-"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering composes them of casts, a matmul and multiplications.
+"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering replaces them by casts, a matmul and multiplications.
 
     %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t)      # a: f8e5m2[M, K], b: f8e5m2[K, N]
 
@@ -21,7 +21,7 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
-    """Adds the reason to each scaled matmul that must be composed."""
+    """Sets the attribute `composed` of each unsupported scaled matmul to the reason."""
 
     def marked(op: Op) -> Op:
         if op.kind != "scaled_matmul":
@@ -44,6 +44,6 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
 
 
 def _divides_not(size: Size, step: int) -> bool:
-    """True if `size` is an int that is not a multiple of `step`, or a shard of an int that does not divide evenly."""
+    """True if `size` is not a multiple of `step`, or may differ between ranks because an int does not divide evenly among them."""
     share = size.factor
     return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

@@ -1,4 +1,4 @@
-"""Decomposes every reshard into single collectives and local slices. Merges equal steps, and removes reshards without effect.
+"""Decomposes every reshard into collectives and local slices. Emits equal steps once, and removes reshards without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -28,8 +28,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces every reshard by the sequence of reshard steps that moves the fewest bytes. The attributes of a step describe it
-    completely."""
+    """Replaces every reshard by the sequence of reshard steps that moves the fewest bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
@@ -55,7 +54,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # A move to another mesh reads each block from a rank that stores it. Local slices before the move are not needed.
+        # A move to another mesh can take a block from any rank that stores it, so local slices before the move are skipped.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
@@ -80,15 +79,14 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims whose blocks differ in size on two meshes, if the transport moves blocks by gets. A reader assumes one size for all
-        blocks."""
+        """Dims whose blocks have different sizes on the two meshes, if ranks read the blocks by gets. All blocks of a get must be equal."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves a value to another mesh with these dims unsharded: they are gathered before the move, and sliced after it."""
+        """Moves a value to another mesh. Gathers these dims before the move, and slices them after the move."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
@@ -96,7 +94,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
-        """Reshards to or from zigzag. The pieces of a dim are reordered while each rank stores all of them."""
+        """Reshards to or from zigzag: gathers a dim, reorders its pieces on each rank, and slices the dim."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, but the reshard from {given} to {wanted} reorders the pieces of a dim"
@@ -122,7 +120,7 @@ class _Decomposition(OpRewriter):
         return self.reshaped(self.second_reversed(halves, dim + 1, dim), dim, 3, (wanted.shape[dim],))
 
     def put_by_rank(self, source: str, dim: int, wanted: TensorType) -> str:
-        """Converts a dim to zigzag, by the inverse steps."""
+        """Converts a dim from plain order to zigzag, by the inverse of the steps of `put_in_order`."""
         axes = tuple(layout(wanted)[dim])
         ranks, piece = self.pieces(source, dim, axes)
         halves = self.moved(self.reshaped(source, dim, 1, (Size(2), ranks, piece)), dim + 1, 0, "halves")
@@ -143,7 +141,8 @@ class _Decomposition(OpRewriter):
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """Reverses the second half along an axis. The first rank has the first piece of one half and the last piece of the other."""
+        """Reverses the second pieces of the ranks along an axis: rank 0 has the first piece of the first half, and the last of the
+        second."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
@@ -156,7 +155,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits the value between two steps, or returns an equal value that was emitted before."""
+        """Emits a step whose result is not yet the reshard's. Returns its result, or that of an equal step that was emitted before."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
@@ -165,10 +164,10 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. If possible, the producer of the operand is given the name and the stream of the reshard.
+        """Removes a reshard without effect. If possible, the op that computes the operand gets the name and stream of the reshard's result.
         Otherwise `use` replaces the result of the reshard.
 
-        If the producer has other uses, it is renamed only for a returned value. The other uses then read the value by its new name.
+        If the operand has other consumers, it is renamed only if the reshard's result is returned. The consumers then read the new name.
         """
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1
@@ -185,7 +184,7 @@ class _Decomposition(OpRewriter):
             self.use(op, source)
 
     def can_state(self, producer: Op, result: Value) -> bool:
-        """True if the producer can have the name and stream of a reshard."""
+        """True if the result of `producer` can have the name and stream of `result`."""
         if producer.result.stream or producer.result.pinned:
             return False
         stream = result.stream

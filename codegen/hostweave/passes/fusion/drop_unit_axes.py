@@ -1,4 +1,4 @@
-"""Removes mesh axes of size 1, which split nothing. Equal process groups then compare equal, and reshards along these axes are removed."""
+"""Removes mesh axes of size 1, which split nothing. Later passes then see that process groups are equal, and that reshards do nothing."""
 
 from dataclasses import replace
 

@@ -37,9 +37,9 @@ SUFFIXES = {
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Makes each op's sharding follow from its operands. Afterwards only reshards change a layout.
 
-    The transport may not support reductions in the dtype of a partial result. The operands are then cast to a dtype that the transport
-    can reduce, and the sum is cast back. The option partial_dtype=f32 does the same for 16-bit floats. Matmuls then write f32 without
-    casts.
+    The transport may not support reductions in the dtype of a partial result. The operands of its op are then cast to a dtype that the
+    transport can reduce, and the sum is cast back. The option partial_dtype=f32 does the same for 16-bit floats. A matmul then needs no
+    casts: it writes f32 directly.
     """
     return _Insertion(fusion, options).rewritten()
 
@@ -76,7 +76,7 @@ class _Insertion(OpRewriter):
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
 
     def resolve(self, op: Op) -> None:
-        """Emits a reshard. If its operand was cast, casts the result back."""
+        """Emits a reshard of a partial value. If the value was cast to another dtype, casts the sum back."""
         (source,) = op.tensors
         if source not in self.carried:
             self.emit(op)
@@ -84,12 +84,12 @@ class _Insertion(OpRewriter):
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
         carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=carried))
-        if stream:  # the cast joins the loop, unless each shard is complete only after the last iteration
+        if stream:  # the cast runs in the loop, unless a shard is complete only after the last iteration
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
-        """The dtype in which ranks reduce their terms. None if it is the dtype of the result."""
+        """Dtype in which ranks reduce their terms, or None for the dtype of the result."""
         transport = find_transport(DEFAULT)
         needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
         if needed:
@@ -99,7 +99,7 @@ class _Insertion(OpRewriter):
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
-        """Changes the dtype of an op's result, and casts the op's operands if needed."""
+        """Makes an op compute its result in `carrier`. Casts the operands, unless the op is a matmul that can widen its result."""
         if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
@@ -108,7 +108,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """The value in another dtype. If a matmul computes the value for `op` alone, the matmul writes that dtype directly."""
+        """Returns the value in another dtype. A matmul whose result only `op` reads writes this dtype itself."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
@@ -125,7 +125,7 @@ class _Insertion(OpRewriter):
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def shard_of(self, made: Op, needed: Layout) -> str:
-        """The shard of a value whose elements depend only on their index. Each rank computes its shard."""
+        """Returns the shard of a value whose elements depend only on their index. Each rank computes its shard, without communication."""
         name = made.result.name
         if (name, needed) not in self.done:
             shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))
@@ -134,7 +134,7 @@ class _Insertion(OpRewriter):
         return self.done[name, needed]
 
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
-        """The value in the layout that `op` needs."""
+        """Returns the value in the layout that `op` needs."""
         have: TensorType = self.types[name]
         if layout(have) == needed:
             return name

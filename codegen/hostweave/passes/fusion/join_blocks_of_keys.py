@@ -1,4 +1,4 @@
-"""Computes attention over sharded keys on each rank's local keys, and merges the results by their log-sum-exps.
+"""Lets each rank attend to its shard of the keys, and merges the results by their log-sum-exps, so that keys are not gathered.
 
     %y: bf16[H, S, 64] = attention(%q, %k, %v, scale=0.125)        # q: [H, S, 64], k and v: [H, T@cp, 64], on 2 ranks
 
@@ -32,8 +32,8 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """Rewrites attention so that keys need not be gathered. Does nothing for sharded queries, a window, packed sequences, lengths with a
-    causal mask, or keys in zigzag."""
+    """Rewrites attention to sharded keys. Does nothing for sharded queries, a window, packed sequences, lengths with a causal mask, or keys
+    in zigzag."""
     return _Joining(fusion).rewritten()
 
 
@@ -56,7 +56,7 @@ class _Joining(BlockWriter):
         self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
-        """Axes that shard the keys, if all ranks along them have the same queries and the blocks can be masked. Empty otherwise."""
+        """Mesh axes that split the keys into blocks. Empty if ranks along them have different queries, or if the mask is not supported."""
         if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
@@ -79,7 +79,7 @@ class _Joining(BlockWriter):
 
     @property
     def how(self) -> Attributes:
-        """Attributes of attention over blocks. With lengths, each row sees all valid keys."""
+        """Attributes of attention over blocks. With lengths there is no causal mask, because each row sees all valid keys."""
         causal = None if self.lengths else self.op[CAUSAL] or None
         return attributes(scale=self.op[SCALE], causal=causal, bias=self.op[HAS_BIAS], blocks=self.blocks)
 
@@ -102,7 +102,7 @@ class _Joining(BlockWriter):
         return lse, lses.name
 
     def lengths_of_blocks(self) -> tuple[str, ...]:
-        """Number of valid keys of each block, [blocks, ...], and the same number but at least 1. Empty if there are no lengths."""
+        """Number of valid keys of each block, [blocks, ...], and the larger of this number and 1. Empty if there are no lengths."""
         if not self.lengths:
             return ()
         size, (lengths,) = self.types[self.op.tensors[1]].shape[-2], self.lengths

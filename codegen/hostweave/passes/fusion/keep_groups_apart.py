@@ -1,4 +1,4 @@
-"""Keeps rows of experts on the ranks of these experts, between two grouped matmuls whose experts are sharded.
+"""Avoids communication between two grouped matmuls whose experts are sharded: each rank keeps the rows of its experts.
 
     %h: f32[T, F] = grouped_matmul(%x, %w, %starts, %ends)     # w: [E@ep, K, F], on 2 ranks
     %a: f32[T, F] = silu(%h)
@@ -11,8 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-In the second matmul, a rank reads only rows of its experts, which it computed in the first one. Only the final sum needs
-communication.
+The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which it
+computed in the first one. Only the final sum needs communication.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from hostweave.types.tensor import Dim
 
 
 def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
-    """Adds a dim to the rows between grouped matmuls: the ranks that split the experts."""
+    """Adds a dim for the ranks that split the experts to the values between grouped matmuls."""
     return _Apart(fusion).rewritten()
 
 
@@ -40,9 +40,9 @@ class _Apart(OpRewriter):
         self.made = fusion.made
         self.inputs = {value.name: value.type for value in fusion.inputs}
         self.uses = consumers(fusion)
-        self.apart: dict[str, int] = {}  # op in a chain -> the number of ranks; its result has an additional dim
-        self.last: set[str] = set()  # the second matmul of each chain
-        self.known: dict[tuple[str, int], str] = {}  # operands that have been reshaped
+        self.apart: dict[str, int] = {}  # value that gets a dim for ranks -> the number of ranks
+        self.last: set[str] = set()  # results of second matmuls
+        self.known: dict[tuple[str, int], str] = {}  # (operand, ranks) -> the operand, split by `split`
         for op in fusion.ops:
             if op.kind == MATMUL and op.result.name not in self.apart and (ranks := self.ranks_of(op)) > 1:
                 self.find(op, ranks)
@@ -60,7 +60,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a grouped matmul and the next ones. Finds none if other ops use these values."""
+        """Finds the values between a grouped matmul and the next ones. Finds none if another kind of op uses one of these values."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:
@@ -81,7 +81,7 @@ class _Apart(OpRewriter):
             self.last |= last
 
     def is_same(self, a: str, b: str) -> bool:
-        """True if two values are computed by equal ops from equal values. A later pass merges equal ops."""
+        """True if equal ops compute the two values from equal values."""
         if a == b or a not in self.made or b not in self.made:
             return a == b
         one, other = self.made[a], self.made[b]

@@ -1,4 +1,4 @@
-"""Makes a matmul contract several dims, if both operands merge the same dims into its inner dim. Each dim then keeps its sharding.
+"""Makes a matmul contract several dims, if reshapes merge the same dims of both operands into its inner dim. The dims keep their shardings.
 
     %x_2d: f32[S*B, E] = reshape(%x)                    # x: [S, B@dp, E], dy: [S, B@dp, F]
     %x_t: f32[E, S*B] = permute_dims(%x_2d, axes=(1, 0))
@@ -31,8 +31,8 @@ def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value as a permutation of the dims of `source`, followed by a merge. Each entry of `dims` lists the source dims that one dim
-    merges, outermost first."""
+    """A value that results from `source` by permuting and merging dims. For each dim of the value, `dims` lists the dims of `source` that
+    it merges, outermost first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]

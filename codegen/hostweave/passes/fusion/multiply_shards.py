@@ -1,5 +1,4 @@
-"""Splits a matmul with a gathered matrix into a loop over shards. Each iteration reads one shard in place. The shards are columns of the
-matrix.
+"""Splits a matmul with a matrix that is gathered along its columns into a loop over the shards. Each iteration reads one shard in place.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -15,8 +14,8 @@ becomes
     }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-A rank's own shard is not copied. The shards of peers are read from the buffer in which they arrive. So the first iteration need not wait.
-The gather stays where it is, and overlaps with the ops before the loop.
+The first iteration reads the rank's own shard, which is not copied, so it need not wait. The other iterations read the buffer in which the
+shards of peers arrive. The gather stays where it is, and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator
@@ -51,7 +50,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Epilogue ops that follow a matmul. Their other operands are available before the matmul."""
+    """Ops that follow a matmul and can be its epilogue. Their other operands are available before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

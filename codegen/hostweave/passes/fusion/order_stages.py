@@ -5,7 +5,7 @@
     %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))    %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)
     %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)              %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))
 
-The ranks of a move wait for each other, and each rank executes its ops in order. All ranks follow the same order, so they cannot deadlock.
+A move makes its ranks wait for each other, and each rank executes its ops in order. All ranks use one order, so they cannot deadlock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MOST_OF_TIME = 0.97  # a new order must take at most this fraction of the predicted time
+MOST_OF_TIME = 0.97  # largest predicted time of a new order, as a fraction of that of the old order
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
@@ -32,7 +32,7 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     in_ns = {name: round(time * 1e9) for name, time in times.items()}  # integers, so that equal sums compare equal
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
-    # Scheduling assumes that moves take no time. Otherwise a rank would start a long op just before a move.
+    # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
     return replace(fusion, body=ordered) if ranks.time_of(ordered) < MOST_OF_TIME * ranks.time_of(fusion.ops) else fusion
@@ -60,10 +60,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: repeatedly picks the op that can start first. In a tie, moves come first, then the op with the least time to the
-        end of its dependents.
-
-        This last rule puts the backward pass of a micro-batch before the forward pass of a later one.
+        """List scheduling: repeatedly picks the op that can start first. If several can, picks a move, or else the op for which the longest
+        chain of dependent ops is shortest. So the backward pass of a micro-batch precedes the forward pass of a later one.
         """
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}

@@ -43,8 +43,8 @@ from hostweave.types.tensor import BufferType
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that saves time.
 
-    Does nothing if kernels that exchange small blocks themselves would save more time than overlap can hide (see `reduce_in_kernels`).
-    Such a kernel must not overlap with other communication of the program. It takes less time than launching a collective.
+    A kernel that itself exchanges small blocks with other ranks is faster than a collective (see `reduce_in_kernels`), but must not overlap
+    with other communication. The pass does nothing if such kernels would save more time than overlap can hide.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -58,13 +58,12 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
-    """True if, for stated sizes, small collectives in kernels save more time than async communications hide. Each call of a function
-    counts."""
+    """True if small collectives in kernels save more time than async communications hide, at the stated sizes and over all calls."""
     calls, saved, hidden = Counter({fusion.name: 1}), 0.0, 0.0
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.kind == "output":  # a further result of a call, without cost
+            if op.kind == "output":  # names a further result of a call, and costs nothing
                 continue
             if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
@@ -90,7 +89,7 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a collective is small enough to be computed in a kernel. If sizes are not stated, true if it might be."""
+    """True if a collective is small enough to be computed in a kernel, or if its size is not stated."""
     if op.kind not in KINDS or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
@@ -99,14 +98,13 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Overlaps the communications of one body, at its typical sizes.
+    """Overlaps the communications of one body, at the stated or assumed sizes.
 
     A communication is hoisted past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    keep their order. Before hoisting, matmuls whose results are only returned move down, to positions at which a rank would wait.
+    keep their order. Before that, matmuls whose results are only returned move down, to positions at which a rank would otherwise wait.
 
-    An overlapped gather or reduce-scatter of stated sizes uses copy engines (as on transport `peer`) if these delay other ops less than a
-    collective. After such a decision, communications that overlap with nothing may use copy engines too, if that is faster. A choice
-    records each decision.
+    An overlapped gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if these delay other ops less than a
+    collective. If one uses copy engines, communications that overlap with nothing may use them too. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -132,10 +130,9 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks to the end of the body, if they overlap with nothing and no large op needs them. Examples are gradients of
-    norms.
+    """Moves sums over ranks to the end of the body, if they overlap with nothing and no large op needs them, such as gradients of norms.
 
-    Does so only in bodies with matmuls. One group can then post all these sums.
+    One group can then post all these sums. Does nothing in bodies without matmuls.
     """
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
@@ -154,7 +151,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
 
 
 class _Transfers:
-    """Chooses how the gathers and reduce-scatters of a body are done, and records the choices."""
+    """Chooses collectives or copy engines for the gathers and reduce-scatters of a body outside of loops, and records the choices."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
@@ -179,7 +176,7 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. On a mesh of some ranks it cannot, because other ranks would wait for an event that they do not
+    """True if the op can be async. An op on a mesh of some ranks cannot: the other ranks would wait for an event that they do not
     record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

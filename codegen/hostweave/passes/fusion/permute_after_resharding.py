@@ -1,4 +1,4 @@
-"""Moves a reshard before the permutation of its operand, so that shards are sent without a transpose.
+"""Moves a reshard before the permutation whose result it reads, so that shards are sent without a transpose.
 
     %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
     %t_gathered: f32[K, M] = reshard(%t)
@@ -59,8 +59,8 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:
-    """True if a reshard is a slice, or if a chunk loop could do the reshard block by block. The blocks are along the outermost dim, or
-    over the keys of an attention."""
+    """True if a reshard is a slice, or if a chunk loop could do the reshard block by block: along the outermost dim, or along the keys of
+    an attention."""
     if have.partial or have.mesh != want.mesh:
         return False
     axes = [(old.axes, new.axes) for old, new in zip(have.dims, want.dims, strict=True)]

@@ -22,7 +22,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
-    """Propagates shardings forward, then backward into dims without a sharding. Results of the program keep their forward layout."""
+    """Propagates shardings forward, then backward into unsharded dims. Backward propagation does not change results of the program."""
     types = {value.name: value.type for value in fusion.inputs}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
@@ -34,7 +34,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         if op.kind not in RESHARDS:
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
-        # Values on other meshes, and decomposed reshard steps, do not constrain the operand.
+        # A consumer that is a reshard step, or is on another mesh, does not constrain its operand.
         if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):
             passed, wanted = flows.get(name), layout(types[name])
             needed = passed.operands(passed.computed(wanted)) if passed else (wanted,)
@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type of a result after backward propagation. An unsharded dim gets free mesh axes if all consumers need the same axes."""
+    """Type of a result after backward propagation. If all consumers need an unsharded dim split by the same unused axes, it gets them."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together. The ops do not move if another kernel reads their values or computes their operands in the present shape. They do not move if a
-matmul could compute them in its epilogue, or if their values are sharded or streamed.
+together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. It does not
+move if one of its ops could be the epilogue of a matmul, or if its values are sharded or streamed.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class _Groups:
         self.seen: set[str] = set()
 
     def moved(self, op: Op) -> _Group | None:
-        """The group of an op, if it can move and then fuses with more kernels."""
+        """The group of an op, with its new shape. None if no move lets the group fuse with more kernels."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
@@ -71,7 +71,7 @@ class _Groups:
                 yield self.types[source].shape
 
     def connected(self, op: Op) -> set[str]:
-        """Results of pointwise ops of the same shape that use each other's results, directly or through others."""
+        """Results of the pointwise ops that chains of consumers and operands of the same shape connect with `op`."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()
@@ -96,7 +96,7 @@ class _Groups:
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
 
     def may_move(self, group: _Group) -> bool:
-        """True if no other kernel reads the values of a group, or computes its operands, in the present shape."""
+        """True if no other kernel reads the values of a group, or computes its operands, in the old shape."""
         for name in self.operands(group.names):
             op, shape = self.made.get(name), self.types[name].shape
             new = _regrouped(shape, group)
@@ -114,13 +114,13 @@ class _Groups:
         return True
 
     def has_epilogue(self, op: Op, group: _Group) -> bool:
-        """True if an op of a group may become the epilogue of a matmul, which has the present shape."""
+        """True if `op` is a matmul whose epilogue may be an op of the group. The matmul keeps the old shape."""
         readers = (user for user in self.uses[op.result.name] if user and user.result.name in group.names)
         return OPS[op.kind].is_product and any(user.kind != "astype" for user in readers)
 
 
 class _Moving(OpRewriter):
-    """Rewrites a fusion so that a group has its new shape."""
+    """Gives the ops of a group their new shape, and adds reshapes of their operands and results where needed."""
 
     def __init__(self, fusion: Fusion, group: _Group):
         super().__init__(fusion)
@@ -142,7 +142,7 @@ class _Moving(OpRewriter):
 
     @property
     def dropped(self) -> set[str]:
-        """Reshapes whose result is the value of an op that has moved."""
+        """Results of reshapes after the group: consumers read the value of the moved op instead."""
         return self.regrouped.keys() - self.group.names - self.types.keys()
 
     def operand(self, name: str) -> str:
@@ -165,7 +165,7 @@ def _is_kernel(op: Op) -> bool:
 
 
 def _regrouped(shape: Shape, group: _Group) -> Shape | None:
-    """The shape that an operand needs after its group has moved. None if the operand is broadcast along a part of a merged dim."""
+    """Shape that an operand needs after its group has moved. None if the operand is broadcast along only some of the dims that merge."""
     wide = (ONE,) * (len(group.have) - len(shape)) + shape
     new = [ONE] * len(group.want)
     for left, right in groups(group.have, group.want):

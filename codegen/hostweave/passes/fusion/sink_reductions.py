@@ -28,14 +28,14 @@ from hostweave.options import Options
 from hostweave.types.tensor import TensorType
 
 Edge = tuple[tuple[str, str], tuple[str, str], int]
-TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the cut
+TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
     """Moves the reduction of each partial sum past later ops where this saves bytes, or saves communications at equal bytes.
 
-    Reductions do not move past values that the user streams or pins, nor past ops that would need additional communication of other
-    operands.
+    A reduction does not move past an op whose result the user streams or pins, nor past one whose other operands would then need
+    communication.
     """
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
@@ -43,8 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """How to compute the terms of a value. The op of the value, applied to `operands`, computes terms of type `type`. `summed` lists the
-    operands that are themselves terms."""
+    """Describes the terms of a value, of type `type`. A rank computes its term by applying the value's op to `operands`, of which those in
+    `summed` are themselves terms."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -52,8 +52,8 @@ class _Terms:
 
 
 class _Sinking:
-    """Assigns each value to one side of a minimum cut: terms or sums. On the side of terms, the op is applied to terms, and the value is
-    reduced only if its sum is needed."""
+    """Decides for each value by a minimum cut if its op is applied to terms or to sums. The value is reduced after its op is applied to
+    terms, and only if a consumer needs the sum."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
@@ -61,7 +61,7 @@ class _Sinking:
         self.made = fusion.made
         self.uses = consumers(fusion)
         self.sums: dict[str, Op] = {}  # result -> reshard of a partial value
-        self.passing: dict[str, _Terms] = {}  # result -> how to compute its op on terms
+        self.passing: dict[str, _Terms] = {}  # result of an op that can be applied to terms -> its terms
         for op in fusion.ops:
             if op.kind == "reshard" and self.is_sum(op):
                 self.sums[op.result.name] = op
@@ -75,7 +75,7 @@ class _Sinking:
     # --- ops that can be computed on terms ---
 
     def passed(self, op: Op) -> _Terms | None:
-        """How to compute an op on the terms of its operands. None if that is not possible."""
+        """Terms of the op's result, computed from the terms of its operands. None if the op cannot be applied to terms."""
         summed = tuple(name for name in dict.fromkeys(op.tensors) if self.passes_on(name))
         if not summed or not OPS[op.kind].linear or op.result.stream or op.result.pinned:
             return None
@@ -95,7 +95,7 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """True if other ops can read the terms of a value. If the user pinned a sum, it must be computed."""
+        """True if other ops can read the terms of a value in place of its sum. A sum that the user pinned must be computed."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
@@ -106,7 +106,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """If the value is the result of an inserted local slice, its operand. Otherwise the value itself."""
+        """The operand, if the value is the result of a local slice that the compiler inserted. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
@@ -118,11 +118,10 @@ class _Sinking:
     # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
-        """Edges of the flow graph. The cost of a cut is the number of bytes to reduce, counted from each value to the consumers that need
-        its sum."""
+        """Edges of the flow graph. The cost of a cut is the number of bytes of all reductions that it requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # reduced along several axes: the sum along one axis is a term along another
+            if source in self.passing:  # the terms are reduced along several axes, one after the other
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -135,20 +134,21 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """Edges for the reduction of a value's terms. A cut includes this cost unless all consumers are computed on terms."""
+        """Edges for the reduction of a value's terms. A cut with the value on the side of terms includes this cost, unless all consumers
+        are applied to terms."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
             yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
 
     def cost(self, terms: TensorType, name: str) -> int:
-        """Cost of a reduction: the number of bytes, then the number of communications."""
+        """Cost of a reduction as one int: orders by the number of bytes, then by the number of communications."""
         moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value that results from reducing the terms of a value. This is the value itself, or the result of a reshard if that is its
-        only consumer."""
+        """The value that a reduction of the terms produces: the result of a reshard that is the value's only consumer, or else the
+        value."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

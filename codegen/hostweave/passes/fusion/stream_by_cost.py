@@ -24,7 +24,7 @@ from hostweave.tune.overlaps import candidates, choice_of, ways
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
     """Streams the ops of the chosen loops. Records a choice for each candidate whose sizes are known.
 
-    If two reshards could be in a loop with the same matmul, the first reshard gets the loop.
+    If two reshards could share a loop with the same matmul, only the first one does.
     """
     if options.overlap == "off":
         return fusion

@@ -11,7 +11,7 @@ becomes, with S = 8192 and all other sizes known,
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
 Inside the attention, pieces are in rank order: those of rank 0 (0 and 3), then those of rank 1 (1 and 2). All rows of a rank see the first
-key piece of a lower rank. Only the second row piece of a rank sees the keys of a higher rank. This piece sees all of them.
+key piece of each lower rank, and no row sees its second piece. The second row piece of a rank sees both key pieces of each higher rank.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """Records a choice for each causal attention in zigzag, if its sizes are known and no other op uses its keys and values."""
+    """Chooses gathers for each causal attention in zigzag whose sizes are known and whose keys and values have no other consumer."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
@@ -41,7 +41,7 @@ class _Numbering(OpRewriter):
         self.options = options
         self.found = {op.result.name: beside for op, beside in attended_alone(fusion) if self.is_in_zigzag(fusion, op)}
         self.choices: list[Choice] = []
-        # log-sum-exp op of an attention -> the operands and attributes to use
+        # attention_lse op of a rewritten attention -> its new operands and attributes
         self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}
 
     def is_in_zigzag(self, fusion: Fusion, op: Op) -> bool:

@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move,
-because a rank reads zeros for indices of other ranks.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move, because for indices of other
+ranks a rank reads zeros, which the pointwise op would change.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 
-FEW = 16  # smallest number of elements along the dim per element taken
+FEW = 16  # a take moves if it reads at most one in this many elements along the dim
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:
@@ -50,13 +50,13 @@ class _Taking(OpRewriter):
         return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
 
     def dim_of(self, name: str, op: Op, made: Op) -> int | None:
-        """Dim of an operand that the take indexes. None if the operand lacks that dim, or has only one element along it."""
+        """Dim of the operand `name` that the take indexes. None if the operand lacks the dim, or has one element along it."""
         shape = self.types[name].shape
         dim = op[AXIS] - (len(made.result.type.shape) - len(shape))
         return None if dim < 0 or shape[dim] == ONE else dim
 
     def taken(self, name: str, op: Op, made: Op) -> str:
-        """Name of the elements that the take reads from an operand of the pointwise op."""
+        """Emits a take from an operand of the pointwise op. Returns its result, or the operand if the indexed dim is broadcast."""
         if self.dim_of(name, op, made) is None:
             return name
         return self.make("take", name, *op.tensors[1:], how=op.attributes, word="taken", of=name)

@@ -1,4 +1,4 @@
-"""Removes stacks from which single values are selected again, if no op reads the whole stack.
+"""Removes selects of single values from a stack of these values, and the stack if no op reads it as a whole.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
@@ -21,7 +21,7 @@ from hostweave.options import Options
 
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces each select from a stack by the stacked value. A stack whose values are reduced together, as for a variance, is kept."""
+    """Replaces each select from a stack by the stacked value, unless one all-reduce reduces the whole stack, as for a variance."""
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:
