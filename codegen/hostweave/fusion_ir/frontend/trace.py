@@ -330,8 +330,7 @@ class _Trace:
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
         """Names tensors after variables of the frames, by default of all recorded frames, from outer to inner ones. Frames of functions
-        that have returned still have their variables. Tensors that existed before a frame are its arguments, and keep their names.
-        """
+        that have returned still have their variables. Tensors that existed before a frame are its arguments, and keep their names."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]

@@ -61,8 +61,7 @@ class _Ranks:
 
     def scheduled(self) -> tuple[Op, ...]:
         """List scheduling: repeatedly picks the op that can start first. If several can, picks a move, or else the op for which the longest
-        chain of dependent ops is shortest. So the backward pass of a micro-batch precedes the forward pass of a later one.
-        """
+        chain of dependent ops is shortest. So the backward pass of a micro-batch precedes the forward pass of a later one."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

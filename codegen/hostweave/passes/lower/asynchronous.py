@@ -1,4 +1,4 @@
-"""Lowers asynchronous communication (`async`) to work on a separate stream. Each value for which another stream waits has an event."""
+"""Lowers asynchronous communication (`async`) to work on a separate stream. An event marks each result for which another stream waits."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,9 +19,9 @@ class Asynchronous:
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.pending: dict[str, str] = {}  # values for which the caller's stream has not waited -> their event, or "" if they have none
-        self.copied: dict[str, str] = {}  # values that another stream completes by a copy -> the event of the copy
-        # values that the caller's stream itself sums after its wait -> functions that emit the sums
+        self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> its event, or "" if it has none
+        self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> the event of the copy
+        # value that the caller's stream sums from terms after its wait -> functions that emit the sums
         self.sums: dict[str, list[Callable[[], None]]] = {}
         self.is_forked = False
 
@@ -30,7 +30,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits `communicate` on the separate stream. It runs after all work that is already issued on the caller's stream."""
+        """Emits the instructions of `communicate` on the separate stream, behind all work already issued on the caller's stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -58,7 +58,7 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """True if an op reads the value or a view of it. Otherwise the value is only returned, and the join at the body's end suffices."""
+        """True if an op reads the value or a view of the value. Otherwise it is only returned, and the join at the body's end suffices."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
@@ -67,13 +67,13 @@ class Asynchronous:
         return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 
     def _is_awaited(self, op: Op) -> bool:
-        """True if the caller's stream has no work until it needs the result."""
+        """True if the next work of the caller's stream reads the result."""
         following = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
         busy = next((other for other in following if not self.flow.is_view(other) and not self.takes(other)), None)
         return busy is not None and op.result.name in map(self.flow.viewed, busy.tensors)
 
     def settle(self, ops: Iterable[Op]) -> None:
-        """Emits waits for the operands of ops. Before a call of a function that communicates, waits for all asynchronous work."""
+        """Emits waits for the operands of ops. For a call of a function that communicates, emits waits for all asynchronous work."""
         for op in ops:
             if self.flow.is_view(op) or self.takes(op):  # accesses no memory, or only on the separate stream
                 continue
@@ -83,8 +83,8 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait before it reads a value. A value that no op reads has no event: only a copy of its view, at the
-        end of the body, needs the value."""
+        """Makes the caller's stream wait for a value. If no op reads the value, it has no event, and the stream waits for all
+        communication. This happens when the body's end copies a view of the value to a result."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:
@@ -94,8 +94,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Makes the caller's stream wait for all asynchronous work. Includes work of the communication stream after its last event, and
-        copies on a separate stream."""
+        """Makes the caller's stream wait for all work of the communication stream, and for the copies on the stream COPIES."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

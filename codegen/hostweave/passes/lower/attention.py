@@ -3,8 +3,8 @@
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. For attention over blocks of keys, each rank uses
-only its local block of keys.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If the keys are sharded in blocks, each rank attends to its
+local block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,9 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """The rows of a rank that attend to a block of keys, and the columns to which they attend.
+    """Rows of a rank that attend to a block of keys, and the columns to which they attend.
 
-    `rows` and `columns` are each the index of a half, or None for all. `diagonal` is the diagonal of the mask, or None without a mask.
+    `rows` and `columns` are 0 or 1 for a half, or None for all. `diagonal` is that of the causal mask, or None without a mask.
     """
 
     rows: int | None = None
@@ -58,8 +58,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. A row that attends to no key of the block has a result of zeros and a log-sum-exp
-        of -inf. The later merge of the blocks ignores such rows."""
+        """Emits attention to the current block of keys. If a row attends to no key of the block, its result is 0 and its log-sum-exp -inf,
+        so that the block has weight 0 when the blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -138,7 +138,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Name of this package's kernels for the attention. "" if the attention does not need them."""
+        """Name of the kernel library of this package that the attention needs, or ""."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -158,8 +158,8 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Index of the last column to which a row attends, minus the index of the row. None without a causal mask.
 
-        The diagonal depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added,
-        and the number of rows is subtracted. If there are lengths, the instruction itself adds the number of valid columns.
+        The diagonal depends on the global indices of the rank's first row and first column. With "bottom_right", the number of columns is
+        added, and the number of rows is subtracted. If there are lengths, the instruction itself adds the number of valid columns.
         """
         if not op[CAUSAL]:
             return None
@@ -168,7 +168,7 @@ class Attentions:
         mesh = self.flow.mesh_of(op)
 
         def first(dim: Dim, rows: Size) -> Expr:
-            """Global index of this rank's first row of a dim."""
+            """Global index of this rank's first row along a dim. `rows` is the rank's number of rows."""
             even = dim.size // mesh.size_of(dim.axes)
             rank = rank_in_group(mesh, dim.axes)
             number = Const(op[REVERSED] - 1) - rank if dim == queries and op[REVERSED] else rank
@@ -180,7 +180,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Maps the result of an op to the later ops that the same instruction computes, by their kind."""
+    """Maps the result of an attention op to the later ops that the same instruction computes, by kind."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

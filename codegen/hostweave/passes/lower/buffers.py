@@ -1,4 +1,4 @@
-"""Maps values, and chunks of values in a loop, to buffers and views. Allocates or defines these on first use."""
+"""Maps values, and their chunks in a loop, to buffers and views. On first use, allocates the buffer or defines the view."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,15 +23,14 @@ class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.by_value: dict[str, str] = {}  # value -> the buffer or view that contains the whole value
-        self.by_step: dict[str, str] = {}  # value that only a loop uses -> a buffer with one chunk per iteration
-        self.chunks: dict[str, str] = {}  # value that is a view of another value's chunk -> that view, in the current iteration
+        self.by_step: dict[str, str] = {}  # value that only one loop uses -> a buffer with one chunk per iteration
+        self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the chunk of the current iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs to their parameters. Maps an output to its parameter if an op writes the output. Views and returned inputs are copied
-        later.
+        """Maps inputs to their parameters, and outputs that an op writes to theirs. Returned views and inputs are copied at the end.
 
-        A result in donated memory is copied there at the end, when the input is no longer needed. `reuse_in_place` later removes such
-        copies if possible.
+        A result in donated memory is also copied at the end, when the input is no longer needed. `reuse_in_place` later removes such copies
+        if possible.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
@@ -40,7 +39,7 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that contains a whole value. Allocates or defines it on first use."""
+        """Buffer or view that contains a whole value. Allocates or defines it on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -55,7 +54,7 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """A contiguous buffer that contains a whole value. Functions and user kernels need contiguous buffers."""
+        """Contiguous buffer that contains a whole value, for functions and user kernels."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # visible outside of the `on` body
@@ -70,7 +69,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """View of the memory of `op`'s result that has the layout of its operand."""
+        """Memory for the operand of the view `op`: a view of the result's memory with the operand's shape."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
@@ -83,8 +82,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: the current chunk if the operand has the streamed dim, otherwise the whole operand. The dims of the
-        buffer are aligned with the dims of the result."""
+        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. Its dims are
+        aligned with those of the result's chunk."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -125,13 +124,12 @@ class Buffers:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
-                # Communication needs contiguous chunks.
-                if splits:  # collectives write the shards along the first dim
+                if splits:  # collectives need contiguous chunks, with the shards along the first dim
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
     def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
-        """Chunk of a value in one iteration. If `keeps`, the chunk keeps the dim even if an iteration covers a single index."""
+        """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if an iteration covers a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
             self.view(self.flow.made[name], steps)
@@ -154,7 +152,7 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: LoopSteps | None) -> None:
-        """Defines the view that a view op describes. The view is of the whole operand, or of its current chunk."""
+        """Defines the result of a view op, as a view of the whole operand or of its current chunk."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -174,11 +172,11 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of this rank's block of the operand. The operand is unsharded along each dim that gains mesh axes."""
+        """View of the operand's block that becomes this rank's shard."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # slices only unsharded dims; along a sharded dim, the operand already is the rank's block
+        if op.kind == "transfer":  # along sharded dims, the operand already is the rank's block
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
@@ -191,7 +189,7 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        """View that is the whole result of a view op."""
+        """View that contains the whole result of a view op."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)
@@ -208,7 +206,7 @@ class Buffers:
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """View of the indices that a slice or select covers. The index of the cut dim is larger by `shift` in `source`."""
+        """View of the indices that a slice or select covers. The cut dim is dim `axis + shift` of `source`."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
@@ -227,11 +225,11 @@ class Buffers:
         return self._copied(name, source)
 
 
-# Operands of a concat or pad can be computed directly into slices of the result.
+# Slices of the result of a concat or pad, into which its operands can be computed directly.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
-    """View of the part of `target` that an operand occupies. `target` is the result, or its current chunk."""
+    """View of the part of `target` for operand `number`. `target` is the result of a concat or pad, or its current chunk."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
@@ -242,7 +240,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Views of the borders that a pad adds. They do not overlap: borders along a dim exclude those along earlier dims."""
+    """Views of the borders that a pad adds. Borders along a dim exclude those along earlier dims, so that no two overlap."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

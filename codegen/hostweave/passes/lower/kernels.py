@@ -1,4 +1,4 @@
-"""Makes the kernels that a program launches, one per op. Ops that differ only in names share a kernel."""
+"""Makes kernels of one op each. Ops that differ only in names share a kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from hostweave.host_ir import ir
 from hostweave.types.size import FirstIndex, Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-# Maps a reduction to two ops: one that reduces along a dim, and one that combines two terms.
+# reduction -> the op that reduces along a dim, and the op that combines two terms
 PAIRWISE = {
     **{"sum": ("sum", "add"), "prod": ("prod", "multiply"), "max": ("max", "maximum"), "min": ("min", "minimum")},
     **{word: (f"reduce_{word}", f"bitwise_{word}") for word in ("and", "or", "xor")},
@@ -45,7 +45,7 @@ class Kernels:
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """Name of the kernel for an integer matmul, which cuBLASLt does not support. Its sums wrap around."""
+        """Name of the kernel for a matmul of ints, which cuBLASLt does not support. Overflow wraps around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
@@ -76,7 +76,8 @@ class Kernels:
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces terms and rounds once. An operand may have several terms, along an additional outermost dim."""
+        """Name of the kernel that reduces buffers of terms, and rounds once. A buffer with an additional outermost dim has several
+        terms."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -116,7 +117,7 @@ class Kernels:
 
 
 def _of_shard(op: Op) -> Op:
-    """Converts an iota of a shard to an iota that begins at the shard's first index. Other ops do not change."""
+    """Converts an iota over a sharded dim to an iota that begins at the first global index of the rank's shard. Other ops stay."""
     if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))

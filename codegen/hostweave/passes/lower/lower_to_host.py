@@ -1,5 +1,4 @@
-"""Lowers a fusion to the host IR. An op becomes one instruction, a reshard becomes communication, and a chunk loop becomes a loop of the
-host.
+"""Lowers a fusion to the host IR. An op becomes one instruction, a reshard becomes communication, and a chunk loop becomes a `for`.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -13,7 +12,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-`placement.py` first decides which results are computed into the memory of others.
+`placement.py` first decides which results need no separate memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,13 +73,12 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters that are in windows. A parameter of a function is in a window if its argument is in a window in every
-    call."""
+    """For each body, its parameters in windows. A function's parameter is in a window if every call passes memory in a window."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # these values are in separate buffers
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # later calls read these in other memory
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -101,7 +99,7 @@ class _Lowering:
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.repeats = RepeatLowering(flow, self.buffers, self.b)
-        self.lowering: Lowering | None = None  # lowering of the communication of the current loop
+        self.lowering: Lowering | None = None  # emits the communication of the current loop
 
     def most_streams(self) -> int:
         """Largest number of streams that a loop of the body uses."""
@@ -114,7 +112,7 @@ class _Lowering:
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
-        """The body as a program. Its loops use up to `streams` streams."""
+        """Lowers the body to a program whose loops use up to `streams` streams."""
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
         donated = f.donated or ("",) * len(f.outputs)
@@ -135,14 +133,14 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last, because other results may be views of a returned value.
+        # Donated memory is written last, because copies to other results may still read it.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.made[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
                 if source != parameter.name and parameter.group:  # the tensors of a parameter group have unrelated addresses
                     self.copy_group(source, parameter)
-                elif source != parameter.name:  # an input, a view, a value that is returned twice, or a result in donated memory
+                elif source != parameter.name:  # an input, a view, or a result in donated memory
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
@@ -179,7 +177,7 @@ class _Lowering:
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
-            for name in self.buffers.by_step.keys() - known:  # this memory contains chunks of only one part of the loop
+            for name in self.buffers.by_step.keys() - known:  # the two loops have chunks of different sizes
                 del self.buffers.by_step[name]
 
     def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
@@ -219,7 +217,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop over shards from an earlier gather, for a matmul and its epilogues. The loop begins with the rank's own shard."""
+        """Emits a loop over the shards of an earlier gather, for a matmul and its epilogues. Begins with the rank's own shard."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.made[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
@@ -250,7 +248,7 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.buffer_of(op.result.name)  # the kernel or function has written it
+                self.buffers.buffer_of(op.result.name)  # the launch or call has written the buffer
             elif op.callee:
                 if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
                     self.reshards.transfers.wait_for_readers()  # moves in the function use the same signal numbers
@@ -282,7 +280,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to the dims of a chunk, in which the streamed dim is dropped or split in two."""
+        """Adjusts the axes of a reduction to the dims of a chunk, which lacks the dim of the loop, or has two dims in its place."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -311,15 +309,14 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Emits a kernel for an integer matmul, which cuBLASLt does not support. The kernel needs two different inputs."""
+        """Launches a kernel for a matmul of ints, which cuBLASLt does not support. The inputs of a kernel must be different buffers."""
         if a == b:
             b = temporary(self.b, a, steps)
             self.b.emit(ir.Copy(a, b))
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
-        """Merges the contracted dims of an operand. These are the last dims of the first operand, and the dims before the last dim of the
-        second operand."""
+        """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last one of operand 1."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
@@ -329,7 +326,7 @@ class _Lowering:
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
-        """Moves the dim of shards before the matrix dims, as a batch dim, if each chunk consists of slices of every rank's columns."""
+        """If a chunk is a slice of every rank's columns, makes the dim of the ranks a batch dim of the matmul."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
@@ -342,7 +339,7 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul, or a loop over the batch. `from` is the global index of this rank's first row."""
+        """Emits a grouped matmul, in a loop if there is a batch dim. Its field `from` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
         mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]
@@ -375,7 +372,7 @@ class _Lowering:
     # --- functions and user kernels ---
 
     def call(self, op: Op, function: Fusion) -> None:
-        """Emits a call on all ranks. Inside the function, `on` bodies restrict work to a mesh."""
+        """Emits a call, which all ranks execute. Inside the function, `on` bodies restrict work to the ranks of a mesh."""
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -385,7 +382,7 @@ class _Lowering:
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """Buffers that a function or user kernel writes. Outputs that are not used get separate memory."""
+        """Buffers that a function or user kernel writes. Allocates memory for outputs that nothing reads."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.buffer_of(name)]

@@ -1,4 +1,4 @@
-"""Finds results that need no separate memory, because they can be computed into the memory of another value.
+"""Finds results that need no separate memory, because their ops can write directly into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
@@ -34,9 +34,9 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> its view, which owns the memory that the value's op writes
+    inverse_view: dict[str, Op]  # value -> a view of it whose memory is allocated instead; the value's op writes there
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
-    by_shards: frozenset[str]  # gathered values of loops over shards, stored as contiguous shards
+    by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; their shards are stored contiguously
 
 
 def placement_of(flow: Dataflow) -> Placement:
@@ -48,7 +48,7 @@ def placement_of(flow: Dataflow) -> Placement:
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
-    """The inverse of a view: from the result back to the operand."""
+    """The view that converts the result of the view `op` back to its operand."""
     if op.kind == "permute_dims":
         axes = op[ORDER]
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
@@ -69,8 +69,8 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if one kernel should compute a concat or pad. No operand may come from another kind of op that can write directly into the
-    result."""
+    """True if one kernel should compute a concat or pad, because no operand comes from an op that could write directly into the result,
+    such as a matmul."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
         return False
@@ -80,7 +80,7 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
 
 
 def _is_placed(flow: Dataflow, name: str) -> bool:
-    """True if a value is computed by an op that is not a pointwise kernel, and that can write directly into a concat or pad."""
+    """True if the op of a value is not pointwise, and can write directly into the result of a concat or pad."""
     made = flow.made.get(name)
     if made is None:
         return False
@@ -97,7 +97,7 @@ def _is_pointwise(op: Op) -> bool:
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
     """Operands of concat and pad that are computed directly into the result, if their other consumers can read them there.
 
-    Includes views that only add dims of one element. Also includes a view if it is the only use of a value that no kernel computes.
+    Includes views that only add dims of one element, and views that are the only use of a value whose op is not pointwise.
     """
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
@@ -119,7 +119,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if a view only adds dims of one element, is the only use of its operand, and the operand's op can write strided memory."""
+    """True if the view `op` only adds dims of one element to a value that its op can write into the result of the view."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -130,7 +130,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
-    """True if an op can write strided memory. A reshard on one mesh writes it by means of a copy."""
+    """True if the lowering of an op can write strided memory, directly or by a copy."""
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
@@ -138,11 +138,8 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Values whose only use is a view, and that are stored in the layout of that view. The view is returned, or another reshape merges its
-    dims.
-
-    The op of the value then writes through the inverse view, without a copy.
-    """
+    """Maps values whose only use is a view to this view, if memory is allocated for the view: the op of the value then writes through the
+    inverse view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
@@ -157,8 +154,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """The views from a value that no kernel computes to an operand of a concat or pad, in the form that `_chain` returns. Empty if the
-    operand must be copied."""
+    """The views between a value whose op is not pointwise and an operand of a concat or pad, in the form that `_chain` returns. Empty if
+    the operand must be copied."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
@@ -176,8 +173,8 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps values to their views, from `op` back to the op that computes the elements. Empty if a view cannot be inverted, or has other
-    uses."""
+    """Maps each value to the view that reads it, for the chain of views that ends in `op`. Empty if a view cannot be inverted in `memory`,
+    or if a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

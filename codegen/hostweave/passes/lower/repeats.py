@@ -33,7 +33,7 @@ from hostweave.types.tensor import BufferType
 class _Carried:
     """Memory of a value that is carried from call to call.
 
-    The memory is one buffer that is updated in place, two buffers that alternate, or one buffer that `keeps` the values of all calls.
+    This is one buffer that each call updates, two buffers that alternate, or one buffer that `keeps` the values of all calls.
     """
 
     name: str
@@ -64,7 +64,7 @@ class RepeatLowering:
         for number in whole:
             memory = self.memories.get(used[number], "")
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
-            if any(not self.is_updated(function, at, number) for at in taken):  # a call would overwrite memory that calls still read
+            if any(not self.is_updated(function, at, number) for at in taken):  # a call would overwrite an operand that it reads
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         with b.loop(depth) as index:
             at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
@@ -91,7 +91,7 @@ class RepeatLowering:
     # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
-        """The buffer for the stacked results of all calls. The buffer of a donated input is used if nothing reads the input later."""
+        """Buffer for the stacked results of all calls. This is the memory of the donated input if nothing reads the input later."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the output parameter
@@ -128,12 +128,12 @@ class RepeatLowering:
         return carried
 
     def is_temporary(self, name: str) -> bool:
-        """True if the carried value may overwrite the memory of a value, because no other op uses the value."""
+        """True if later calls may overwrite the memory of a value, because only the repeat reads it."""
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """The buffer that a call reads, and the buffer that it writes for the next call."""
+        """The buffer that call `index` reads, and the buffer that it writes for the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
@@ -152,7 +152,8 @@ class RepeatLowering:
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str, all_given: str) -> None:
-        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps the stacks of all operands and results."""
+        """If one buffer keeps all values, maps the last carried value, and the stacks of all operands and results, to views of this
+        buffer."""
         if not carried.keeps:
             return
         (whole,) = carried.buffers
@@ -168,6 +169,6 @@ class RepeatLowering:
             self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
 
     def put(self, view: str, name: str) -> None:
-        """Maps a value to a view. Copies the view instead if the value already has other memory."""
+        """Maps a value to a view, or copies the view to the value's memory if the value already has memory."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))

@@ -1,4 +1,4 @@
-"""Lowers reshards: to a move between meshes, to a collective, or by the schedule of a chunk loop."""
+"""Lowers reshards: to a move between meshes, to a collective, or to the steps of a schedule in a chunk loop."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,7 @@ class Reshards:
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of a loop. Returns the one that determines which block an iteration covers, or None if there is no
-        communication."""
+        """Creates the lowerings of the reshards in a loop. Returns the first, or None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             schedule = find_schedule(ops[0].kind, ops[0].result.walked.algorithm or "")
@@ -47,7 +46,7 @@ class Reshards:
             CollectiveLowering(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> TermReduction:
-        """Reduction of a reshard. It emits the kernels that reduce terms on a rank."""
+        """Object that emits the kernels by which a rank reduces the terms of a reshard."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:

@@ -89,12 +89,8 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns a function that emits the matmul with zero rows added, up to a multiple of PADDED rows. cuBLASLt requires such a
-        multiple if the scales are of blocks along rows.
-
-        A kernel of the runtime multiplies a few rows of f8e4m3 without padding. On an H100, cuBLASLt 13.0 has no algorithm for numbers of
-        rows that are not multiples of PADDED.
-        """
+        """Returns a function that emits the matmul with zero rows added, up to a multiple of PADDED rows. If scales are of blocks along
+        rows, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
         wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
@@ -126,10 +122,10 @@ class ScaledMatmuls:
         return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
-        """The scales [R, C] of a matrix [M, K], in the layout of cuBLASLt.
+        """Copies the scales [R, C] of a matrix [M, K] to the layout of cuBLASLt if they have another one.
 
-        A vector is contiguous. Scales of blocks are stored column by column if R is M. Otherwise they are stored in rows that begin at
-        multiples of PADDED.
+        A vector of scales is contiguous. Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED
+        elements.
         """
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
@@ -179,7 +175,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
+        """Emits the elementwise product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))

@@ -18,8 +18,7 @@ Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and t
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of sizes that need not divide evenly, in order of appearance. All other sizes must divide evenly. The program checks this
-    in each call.
+    """Names of sizes that need not divide evenly among ranks, in order of appearance. Each call checks that all other sizes do.
 
     Raises ProgramError if an int must divide evenly and does not.
     """
@@ -61,7 +60,7 @@ def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.result.transport:  # the compiler chose it under the assumption that sizes divide evenly
+    if op.result.transport:  # the compiler chose the transport for sizes that divide evenly
         yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
