@@ -2,7 +2,7 @@
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
-updates some elements of %y, which must be in the memory of %x. If %y has separate memory, this becomes
+writes some elements of %y, so %y must already contain the other elements of %x. If %y does not share the memory of %x, this becomes
 
     copy %x -> %y
     launch @dynamic_update_slice_x %y, %row, %start -> %y
@@ -34,7 +34,7 @@ def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
                     apart[number] = claim_unique(f"{there}_as_given", taken)
                     views.append(ir.Reshape(apart[number], there, shape, location=i.location))
                 copy, mesh = ir.Copy(read[number], apart[number], location=i.location), outputs[at].type.mesh if outputs else None
-                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # only ranks of the mesh copy
+                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # the same ranks as the update
         return (*views, *copies, tree.with_names_at(i, apart, "read")) if apart else None
 
     return replace(program, body=tree.rewrite(program.body, rule))

@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also removes loops of one iteration, and merges consecutive bodies with the same condition or on the same stream. With one rank, the pass
-removes the branches for chunks of other ranks, and the memory of these chunks.
+Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream. With one
+rank, this removes the branches for chunks of other ranks, and the memory of these chunks.
 """
 
 from dataclasses import replace
@@ -33,10 +33,10 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 class _Folding:
     def __init__(self) -> None:
         self.ranges: dict[str, Range] = {}  # ranges of the values of indices
-        self.chosen: dict[str, str] = {}  # view with a decided condition -> the buffer that replaces it
+        self.chosen: dict[str, str] = {}  # `choose` view whose condition is known -> the buffer that the view selects
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
-        """Folds a body for the ranks of a mesh. Returns the body itself if nothing changes."""
+        """Simplifies a body that the ranks of a mesh execute. Returns the body itself if nothing changes."""
         folded = (new for i in body for new in self.folded(i, mesh))
         return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body or tree.slot(i, "stream"))))
 

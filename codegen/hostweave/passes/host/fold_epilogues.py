@@ -13,8 +13,8 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
 epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
-Folds ops only if this saves a pass over memory. Either the whole kernel is folded, or all ops up to a value that the kernel must write to
-memory. In a sum of several matmuls, each matmul accumulates onto the result of the previous one.
+Folds ops only if this saves a pass over memory: all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. In
+a sum of several matmuls, each matmul accumulates onto the result of the previous one.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors that an f32 can represent
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes them as f32
 HIDES_TANH = 2  # largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt's gelu (about 5e-6)
 
 
@@ -48,7 +48,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """Replacement of a launch by a matmul, followed by the launch of the remaining kernel if any ops remain."""
+    """Replacement of a launch: a matmul, and the launch of the kernel that remains, if any."""
 
     old: Place
     new: ir.Matmul
@@ -63,7 +63,7 @@ class _Matmuls:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
-        """Folds a launch into one of the matmuls that it reads, the last one if possible. None if it cannot be folded."""
+        """Folds a launch into a matmul whose result it reads, the last such matmul if possible. None if it cannot be folded."""
         if launch.kernel not in self.kernels:
             return None
         made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
@@ -71,7 +71,8 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
-        """The matmul that writes a buffer, if only `reader` reads the buffer and the matmul can move to `reader`. None otherwise."""
+        """The matmul that writes a buffer, if nothing but `reader` accesses the buffer and the matmul can move to `reader`. None
+        otherwise."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -95,7 +96,7 @@ class _Matmuls:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
             if longer is None and gone and self.is_sum_of_products(launch, kernel):
-                targets[value] = made  # the other matmuls accumulate onto this buffer
+                targets[value] = made  # the other matmuls of the sum accumulate onto this buffer
                 break
             if longer is None:
                 return None
@@ -116,7 +117,7 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel only adds matmuls and at most one other tensor. If all matmuls are folded, no kernel remains."""
+        """True if a kernel only adds results of matmuls and at most one other tensor, so that folding all matmuls removes the kernel."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 

@@ -1,4 +1,4 @@
-"""Fuses a kernel with the kernel that consumes its result. The intermediate value stays in registers.
+"""Fuses a kernel with the kernel that reads its result. The intermediate value then stays in registers.
 
     launch @negative_h %x -> %h
     launch @multiply_y %h, %x -> %y
@@ -10,9 +10,8 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
 writes %h.
 
-Also merges kernels that read the same elements, if the later launch can move to the position of the earlier one. The pass runs on launches,
-after lowering. It therefore also fuses kernels inside chunk loops and next to communication. Each kernel records the reason why it is not
-fused further.
+Also merges kernels that read the same elements, if the later launch can move to the position of the earlier one. The pass runs after
+lowering, and so also fuses kernels inside chunk loops and next to communication. Each kernel records why it is not fused further.
 """
 
 from bisect import bisect_left
@@ -31,21 +30,21 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-CHEAP = 10  # in additions; computing this many takes about as long as reading an element
-SHORT = 1 << 14  # elements; one thread block processes a row of this length in less time than a second launch costs
+CHEAP = 10  # number of additions that take about as long as reading an element
+SHORT = 1 << 14  # longest row, in elements, that one thread block processes in less time than a second launch takes
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Fuses kernels until none can absorb the kernel that computes its operand."""
+    """Fuses kernels until no kernel can be fused with the kernel that computes its operand."""
     links = Links(_unshared(program))
-    # kernels whose results the consumers can recompute are fused first
+    # first fuses kernels whose results all consumers can recompute
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
 
 
 def finished(links: "Links") -> ir.HostProgram:
-    """The program after all changes. Names each kernel, and records the reason why it is not fused further."""
+    """Returns the changed program. Names each kernel, and records why it is not fused further."""
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
 
@@ -55,7 +54,7 @@ def finished(links: "Links") -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _FusedLaunch:
-    """Launch of a consumer that has absorbed its producer, with the fused kernel."""
+    """A consumer's launch after fusion with its producer, and the fused kernel."""
 
     consumer: Place
     launch: ir.Launch
@@ -63,7 +62,7 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the consumers of their results. `fuse` changes both, and `fused` returns the changed program."""
+    """The launches of a program, and the consumers of their results. `fuse` and `join` change both, and `fused` returns the new program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -80,10 +79,9 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses each launch that fulfils `fits` into all consumers of its results. Starts with the last launch. Returns False if it fused
-        none.
+        """Fuses each launch that fulfils `fits` into all consumers of its results, the last launch first. Returns True if any was fused.
 
-        A consumer that has absorbed a kernel is tried next, because the fused kernel may now fit into its own consumers.
+        A fused kernel is tried next, because it may now be fused into its own consumers.
         """
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
@@ -98,15 +96,15 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Merges launches that read the same elements, at the position of the earlier launch. Returns False if no two launches fit."""
+        """Merges launches that read the same elements, at the position of the earlier launch. Returns True if any were merged."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges one launch into an earlier one that reads the same elements. Returns the places that access the memory of the
-        merged launch. The result is empty if no two launches fit."""
+        """Merges one launch into an earlier one that reads the same elements. Returns the places that access memory of the merged launch,
+        or an empty set if no two launches can be merged."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -147,11 +145,11 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if an instruction precedes a launch, or has been moved before it."""
+        """True if the instruction at `place` precedes the launch at `other`, or has been moved before this launch."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
-        """The present instruction at a place."""
+        """Instruction at a place, after the changes so far."""
         return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
@@ -163,7 +161,7 @@ class Links:
         return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
-        """Other instructions that access these results of a launch, in program order."""
+        """Instructions other than the launch that access these results of the launch, in program order."""
         return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
 
     def _accesses(self, roots: set[str]) -> list[Place]:
@@ -172,7 +170,7 @@ class Links:
         return sorted(touching, key=_number)
 
     def waits(self, first: Place, last: Place) -> bool:
-        """True if a stream waits between two places."""
+        """True if there is a wait for an event between two places."""
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
@@ -193,8 +191,8 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """The launches of the consumers after the producer is fused into them, or the reason why the producer is not fused. The reason is
-        "" if no instruction reads its results."""
+        """The consumers' launches after fusion with the producer, or the reason why the producer is not fused: "" if nothing reads its
+        results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -209,7 +207,7 @@ class Links:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
         if launches[0].number < producer.number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
-        if len(launches) == len(others) and self.is_free(producer):  # each consumer can recompute it
+        if len(launches) == len(others) and self.is_free(producer):  # each consumer can recompute the results
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
@@ -225,9 +223,7 @@ class Links:
         return found
 
     def merged(self, producer: Place, consumer: Place, kept: list[str]) -> _FusedLaunch | str:
-        """The consumer's launch with the producer fused into it, or the reason why the fused kernel would be slow.
-
-        Caches the result."""
+        """The consumer's launch after fusion with the producer, or the reason why the fused kernel would be slow. Cached."""
         given = self.launches[producer], self.launches[consumer], tuple(kept)
         if given not in self._tried:
             merged = fused_launch(self, producer, consumer, kept)
@@ -235,7 +231,7 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is also a launch, and the two launches write adjacent slices of each common buffer."""
+        """True if `other` is a launch too, and the two launches write adjacent slices of every buffer that both write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -255,14 +251,13 @@ class Links:
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
     def _called(self, producer: Place, user: Place) -> str:
-        """Name, in the kernel, of the result that `user` accesses."""
+        """Name of the result that `user` accesses, as in the producer's kernel."""
         launch = self.launches[producer]
         pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or why the fused kernel cannot write the kept results. "" if
-        both are possible."""
+        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if there is none."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -281,7 +276,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """True if an instruction may write the buffers after `place` has read them. Writes in a later iteration of a loop count."""
+        """True if an instruction may write the buffers after `place` has read them, possibly in a later iteration of a loop."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
@@ -304,10 +299,10 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if a consumer that recomputes the result reads no more bytes than a consumer that reads the result.
+    """True if recomputing the result reads no more bytes than reading it.
 
-    The kernel is then a cast to a dtype of the same or a greater width, or a cheap formula. The formula either has no inputs, or its
-    full-size inputs have fewer bytes per element than its result.
+    This holds for a cast to a dtype that is not narrower, and for a cheap formula. The formula has no inputs, or those of its inputs that
+    are as large as its result have fewer bytes per element.
     """
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
@@ -325,8 +320,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly, because the value does not depend on all loop indices. Computing a value once per
-    row is acceptable."""
+    """True if a kernel would compute a value more than once per row, because the value does not depend on all loop indices."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -343,8 +337,8 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first one. Also returns the instructions that must move before the first one. None if the merge is
-    not possible, or saves no read."""
+    """Merges the later launch into the first one. Returns the merged launch, and the instructions that must move before the first one. None
+    if the launches cannot be merged, or have no common operand."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))
@@ -381,8 +375,8 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses two launches. The fused launch has the position of the consumer, and its kernel has the names of the consumer's kernel. The
-    fused launch also writes the `kept` results of the producer."""
+    """Fuses the launch at `place` into that at `into`. The result also writes the `kept` results of the producer. Names of the consumer's
+    kernel are kept."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> its name in the consumer
@@ -416,7 +410,7 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops of a kernel. Repeated ops arise if the same producer is fused into several operands of a kernel."""
+    """Removes repeated ops, which arise if the same producer is fused into several operands of a kernel."""
     # A vector that is broadcast along rows differs from the same vector broadcast along columns.
     indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
     results = {result.name for result in kernel.results}
@@ -439,7 +433,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """Converts the views on the path from `source` to `name` into ops. The result of the last op is called `name`."""
+    """Converts the views on the path from `source` to `name` into ops of a kernel, the last of which computes `name`."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
@@ -454,7 +448,7 @@ def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """Gives each launch its own kernel. A copied kernel has the location of its launch, and the names of the launch's buffers."""
+    """Gives each launch a separate kernel, with the location of the launch and the names of its buffers."""
     links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}

@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between the communications moves before the group. Instructions that only unpack received data move after the group. On one
-stream, these moves cost nothing. The communications keep their order.
+Computation between the communications moves before the group. Instructions that only unpack received data move after the group. All of
+them are on one stream, so this delays nothing. The communications keep their order.
 """
 
 from dataclasses import replace
@@ -25,8 +25,8 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications that are on the same stream and channel. Communications on different channels are not grouped, because a group
-    does not order them."""
+    """Groups communications on one stream and one channel. A group does not order communications on different channels, which must have the
+    same order on all ranks."""
     return replace(program, body=_Grouping(program).body(program.body))
 
 
@@ -40,8 +40,8 @@ class _Grouping:
     def body(self, body: tree.Body) -> tree.Body:
         result: list[tree.Instruction] = []
         posted: list[tree.Instruction] = []  # communications of the next group
-        behind: list[tree.Instruction] = []  # later instructions that may move before the group
-        laid: list[tree.Instruction] = []  # later instructions that unpack received data
+        behind: list[tree.Instruction] = []  # instructions after the first communication that may move before the group
+        laid: list[tree.Instruction] = []  # instructions that unpack received data, and move after the group
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):
                 behind.append(instruction)

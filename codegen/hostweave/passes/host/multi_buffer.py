@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-All work of an iteration is on one stream. The next iteration that uses the same slot is on the same stream, so it runs later.
+Iteration i is on stream i % 4 and uses slot i % 4. So all iterations that use one slot are on one stream, which orders them.
 """
 
 from dataclasses import replace
@@ -39,8 +39,8 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of the chunks of an allocation, each with its stream. Each iteration must use only one chunk, and at least two stream blocks
-    must use the allocation. Empty otherwise, or if there are no more chunks than streams."""
+    """Views of the chunks of an allocation, each with its stream. Empty if an iteration uses several chunks, if fewer than two stream
+    blocks use the allocation, or if there are no more chunks than streams."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}

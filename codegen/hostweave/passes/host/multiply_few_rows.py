@@ -1,4 +1,4 @@
-"""Fuses matmuls that have a common operand with the pointwise kernel that uses their results, for a small number of rows.
+"""Fuses matmuls of few rows with the pointwise kernel that reads their results. The matmuls have a common first operand.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -12,9 +12,9 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-With few rows, the time is the time to read the weights. The fused kernel does all matmuls in one pass. With more rows, the matmuls run
-concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Memory is already planned. Deallocates
-between the matmuls and the kernel therefore move after the kernel.
+With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
+run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. The pass runs after memory is planned, so
+deallocates between the matmuls and the kernel move after the kernel.
 """
 
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ FewRowsProduct = tuple[Place, ir.Matmul]
 
 
 def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[FewRowsProduct]:
-    """The matmuls that a kernel can absorb. Empty if it cannot absorb all matmuls whose results it reads."""
+    """The matmuls whose results a kernel reads. Empty if the kernel cannot be fused with all of them."""
     launch = place.instruction
     assert isinstance(launch, ir.Launch)
     found = list(_read_products(uses, place))
@@ -131,7 +131,7 @@ def _freed(places: list[Place]) -> list[Place]:
 
 
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
-    """Properties in which the matmuls of one kernel must agree. Empty if kernels do not support the matmul."""
+    """Properties that all matmuls of one kernel must have in common. Empty if kernels do not support the matmul."""
     a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
     if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
@@ -150,7 +150,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The fused kernel, without a name, and the buffers that it reads. The kernel first multiplies, and then does the work of `kernel`."""
+    """The fused kernel, without a name, and the buffers that it reads. Its first ops are the matmuls, followed by the ops of `kernel`."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

@@ -1,4 +1,4 @@
-"""Lets buffers share memory if their live ranges are disjoint. The order between streams must ensure that they are disjoint.
+"""Lets buffers share memory if forks, joins and events ensure that their live ranges are disjoint.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h
@@ -9,8 +9,8 @@
     ...                                       all_gather %g -> %gs on x
 
 A buffer is allocated before its first use, or before the definition of its first view. It is deallocated as soon as the caller's stream is
-ordered after all its uses. A buffer is not deallocated if no allocation follows. The order of allocates and deallocates is the plan: a
-buffer may reuse bytes that are deallocated above its allocate. Offsets are computed when sizes are known.
+ordered after all its uses, unless no allocation follows. The order of allocates and deallocates is the plan: a buffer may reuse bytes that
+are deallocated above its allocate. Offsets are computed at run time, when sizes are known.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves allocates down and inserts deallocates. The program's text then says which buffers may share memory."""
+    """Moves allocates down and inserts deallocates. Their order then determines which buffers may share memory."""
     return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
@@ -42,10 +42,10 @@ _Touch = tuple[int, StreamIds]
 
 
 class _VectorClock:
-    """Order between the streams and the children of a body. Children are named by their index."""
+    """Order between the streams and the children of a body. A child is an instruction of the body, named by its index."""
 
     def __init__(self) -> None:
-        # for each child: stream -> index of an earlier child; work of this child on the stream may begin after it
+        # for each child: stream -> the earlier child after which the child's work on this stream may begin
         self.begun: list[dict[StreamId, int]] = []
         # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
@@ -101,7 +101,7 @@ class Planner:
     # --- first and last uses ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """The child before which the buffer must exist, so that it exists on all streams that access it."""
+        """The child before which a buffer must be allocated, so that no stream accesses it earlier."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
@@ -109,7 +109,7 @@ class Planner:
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # a stream that allocates a private buffer must also be ordered after the uses
+            for k, streams in on_streams.items():  # streams that allocate private buffers must also be ordered after the uses
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -120,7 +120,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Children in which streams allocate private buffers, each with these streams."""
+        """Maps each child in which streams allocate private buffers to these streams."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -178,8 +178,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Other records are ignored,
-        because they do not follow the whole block."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Records before the end are
+        ignored, because work of the block follows them."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
@@ -196,7 +196,7 @@ class Planner:
 
 
 def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
-    """Forgets events that an instruction may record any number of times."""
+    """Forgets the events that an instruction may record in its bodies, because it may do so any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
@@ -211,7 +211,7 @@ def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """Streams that a loop or branch itself forks and joins, on every rank."""
+    """Streams that a loop or branch both forks and joins in its body, on every rank."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
@@ -258,6 +258,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """The instruction in the body of a child if the child is an `on` of all ranks of the mesh, otherwise the child."""
+    """The instruction that the ranks of `mesh` execute: that in the child's `on` body if the body includes all of them, else the child."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -1,4 +1,4 @@
-"""Gives each stream a private buffer, if each iteration of a chunk loop uses only one chunk of a buffer.
+"""Replaces a buffer of which each iteration of a loop uses only one chunk by a buffer per stream, of the size of a chunk.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
@@ -61,7 +61,7 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The child of the stream block (or of an `on` body in it) that is or contains the instruction."""
+    """The instruction directly in the stream block, or in an `on` body of the block, that is or contains the instruction at `place`."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]

@@ -1,4 +1,4 @@
-"""Removes the copy of a rank's own chunk, if only the chunks of other ranks are communicated.
+"""Removes the copy of a rank's own chunk in a loop in which the chunks of other ranks are communicated.
 
     if %p == rank.x {                              if %p != rank.x {
       copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
@@ -19,16 +19,16 @@ If the loop body computes the source of the copy, the computation writes directl
       group { ... }                                }
     }
 
-The destination may be read after the loop, as a part of the gathered value. The copy then moves to the end of the body, where no
-instruction waits for it:
+If the destination is read after the loop, as a part of the gathered value, the copy is not removed. It moves to the end of the body, where
+no instruction waits for it:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-If a branch has several copies, the pass tries the last one first. This pass must run after the passes that need one alias root per name. A
-copy is kept if the layouts differ, or if an instruction must still read the destination.
+If a branch has several copies, the pass tries the last one first. A copy is kept if the layouts differ, or if an instruction must still
+read the destination. A `choose` view has two alias roots, so the pass runs after the passes that need one root per name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The copy in a branch of a loop: one side of the branch copies between buffers of equal layout, the other side communicates. None for
+    """The copy in a branch of a loop of which one side copies between buffers of equal layout, and the other side communicates. None for
     other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
@@ -116,7 +116,7 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers of the destination read the source. Empty if another instruction in the loop reads the destination.
+        """Edits that make later readers of the destination read the source. Empty if not all readers in the loop can do so.
 
         If an instruction after the loop reads the destination, the copy moves to the end of the body.
         """
@@ -132,7 +132,7 @@ class _Copy:
         inside = ((p, name) for p, name in reads if not self._follows_loop(p))
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
-        # Another chunk of that memory is written only while this chunk is sent, so the two chunks do not overlap.
+        # A write while this chunk is sent is a write of another chunk, because a send and a write of one chunk would race.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):
@@ -151,10 +151,8 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """The number of the first kernel that overwrites the whole copy, and the views of its result.
-
-        If no kernel does, the number of instructions in the program, and no views.
-        """
+        """Number of the first kernel that overwrites the whole copy, and the views of its result. If there is none, the number of
+        instructions in the program, and no views."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -165,7 +163,7 @@ class _Copy:
     # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> BodyEdits:
-        """Edits that compute the source directly into the destination. Empty if the destination is still in use."""
+        """Edits that compute the source directly in the destination. Empty if the destination is still in use at that time."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
         if self.src not in self.uses.allocates or not users or self.copies:
@@ -184,7 +182,8 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """Indices and views in `before` that the `choose` needs. None if it needs other instructions."""
+        """Instructions in `before` that define indices and views of the `choose`. None if the `choose` needs other kinds of
+        instructions."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):

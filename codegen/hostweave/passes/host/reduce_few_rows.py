@@ -1,4 +1,4 @@
-"""Adds one kernel that does a whole reduction if there are few rows. Many rows still need two kernels, and thus two launches.
+"""Adds a kernel that does both steps of a split reduction in one launch, for calls with few rows.
 
     launch @multiply_sum_rows %x -> %rows               if M < 16 {
     launch @sum_y %rows -> %y                             launch @multiply_sum_rows_of_few_rows %x -> %y
@@ -51,7 +51,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _last(links: Links, first: Place) -> Place | None:
-    """The launch after `first` that is the only user of its only result. None if there is none."""
+    """The launch that is the only consumer of the only result of the launch at `first`. None if there is none."""
     launch = links.launches[first]
     (dst, *others), root = launch.dsts, links.root(launch.dsts[0])
     users = links.others(first, dst)

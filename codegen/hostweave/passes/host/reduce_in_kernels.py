@@ -1,4 +1,4 @@
-"""Computes a small all_reduce, reduce_scatter or all_gather in the kernel that uses its result, or in a separate kernel.
+"""Does a small all_reduce, reduce_scatter or all_gather in the kernel that reads its result, or in a kernel of its op alone.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -7,9 +7,8 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernel of each rank sends its term to the kernels of the other ranks. This takes less time than launching a collective. The kernel
-occupies the device while it waits for other ranks, so no other communication may overlap with it. Programs that communicate on separate
-streams keep their collectives.
+The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel occupies the device while it
+waits for other ranks, so no other communication may overlap with it. Programs that communicate on separate streams keep their collectives.
 """
 
 from dataclasses import replace
@@ -95,7 +94,7 @@ class _Reducing:
         return most_terms(self.options.figures, IN_KERNELS[type(i)].kind, channel.size, self.uses.types[_block(i)]) if is_here else 0
 
     def alone(self, i: ir.FromTo) -> ir.Launch:
-        """Launch of a kernel that does only the collective. This launch has no channel; `chosen` adds it."""
+        """Launch of a kernel that does only the collective. `chosen` adds the channel."""
         kind, term = IN_KERNELS[type(i)].kind, self.uses.root(i.src)
         buffer = self.uses.types[i.src if kind == "all_reduce" else i.dst]
         tensor = TensorType(buffer.dtype, tuple(map(Dim, buffer.shape)))
@@ -106,10 +105,10 @@ class _Reducing:
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
-        """True if a kernel that waits for blocks may do the work of the consumer: no array is larger than the result of the collective.
+        """True if the kernel of the collective may do the work of the consumer: no array is larger than the result of the collective,
+        because few thread blocks of such a kernel run at once.
 
-        Few thread blocks of such a kernel run at once. The consumer must not read the block that is sent, because the kernel reads that
-        buffer as all blocks.
+        The consumer must not read the block that is sent, because in the kernel this buffer stands for the blocks of all ranks.
         """
         if isinstance(i, ir.AllReduce):
             return True
@@ -124,7 +123,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def is_over(self, launch: ir.Launch) -> bool:
-        """True if a result shares memory with the term. This is unsafe, because other threads may still send parts of the term."""
+        """True if a result of the kernel would overwrite the term, parts of which other threads may not have sent yet."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
@@ -138,7 +137,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Gives the collective a separate input, if other ops also read its input."""
+    """Adds a second parameter for the term if ops other than the collective read the term."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

@@ -9,8 +9,8 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to the destination. An instruction may write in place if each element of the result depends only on operand elements at the same
-index. `may_overwrite` decides this for each operand. It is True for the buffer onto which a matmul accumulates.
+writes to the destination. An instruction may write a result over an operand if each element of the result depends only on operand elements
+at the same index, as `may_overwrite` decides. A matmul may write over the buffer onto which it accumulates.
 
 Some results must be in the memory of a donated input. Such a result is computed in that memory if all reads of the input precede the
 computation. Otherwise the result is copied there at the end.
@@ -54,7 +54,7 @@ class _Sharing:
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """Pairs of an operand and a result of an instruction. The instruction could write the result over the operand."""
+        """Pairs of an operand and a result that an instruction could write over the operand."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
@@ -107,7 +107,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be there. All reads of the input must precede the
+        """Places the operand in the memory of a donated input, if the result must be in this memory and all reads of the input precede the
         computation of the operand."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
@@ -164,13 +164,12 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all uses of a buffer are in the `on` body around `place`. The allocation becomes a view, and its scope ends with that
-        body."""
+        """True if all uses of a buffer are in the `on` body around `place`, which is the scope of the view that replaces its allocation."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `into` is in a window, or if `gone` need not be in a window."""
+        """True if `into` is in a window, or if `gone` is not."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
@@ -180,7 +179,7 @@ class _Sharing:
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if an earlier instruction has ended: both are on the same stream, or a join and a fork are between them."""
+        """True if the instruction at `other` has ended before that at `place` runs, because of stream order, a join or a fork."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -199,14 +198,14 @@ class _Sharing:
         return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
-        """True if no other instruction in the loops around this one accesses the buffer. Loops that contain the allocation do not count."""
+        """True if no other instruction in the loops around `place` accesses the buffer. Ignores loops around the buffer's allocation."""
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
         loops = {around for around in place.around[depth:] if around.instruction.trips is not None}
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before the allocate."""
+        """Views after an allocate through which `name` is defined, in order. None if they cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]

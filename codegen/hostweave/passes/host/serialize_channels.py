@@ -1,4 +1,4 @@
-"""Serialises communications on different channels. On each rank they run one after another, in an order that is the same on all ranks.
+"""Serialises communications on different channels: each rank runs them one after another, in the same order as all other ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
@@ -21,7 +21,7 @@ becomes
       }
     }
 
-A wait refers to the latest record of its event. One event therefore suffices to order communications across streams, in issue order.
+A wait waits for the latest record of its event, so one event suffices to order communications across streams, in issue order.
 Communications that streams and events already order are not changed.
 """
 
@@ -35,14 +35,14 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """On every rank, orders all pairs of communications that are on different channels. Also orders the signals of one channel."""
+    """Orders all pairs of communications on different channels, and all signals on one channel."""
     if not (in_turn := unordered_instructions(program)):
         return program
 
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # the inserted instructions name the new event, so they are not in this set
+    unchanged = set(program.body)  # does not contain the inserted instructions, which name the new event
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
     begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn
@@ -66,7 +66,7 @@ class _Turns:
     def across_streams(self, body: tree.Body) -> tree.Body:
         """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record.
 
-        Each stream block with such communications, and each such communication on the caller's stream, is given one turn.
+        Each stream block with unordered communications gets one turn, and so does each unordered communication on the caller's stream.
         """
         result: list[tree.Instruction] = []
         for instruction in body:
@@ -81,7 +81,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes waits for the event, or records of it, from an instruction or its stream block."""
+        """Removes waits for the event (or records of the event) if `instruction` is one, or is a stream block that contains some."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
@@ -95,7 +95,7 @@ class _Turns:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
-        if first == last and alone.condition_of_body:  # a branch without communication need not wait
+        if first == last and alone.condition_of_body:  # adds the turn inside: a branch without communication need not wait
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
         if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # ranks need not wait for instructions of other ranks

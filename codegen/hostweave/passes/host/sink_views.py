@@ -24,7 +24,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _shared(body: tree.Body) -> tree.Body:
     """Replaces equal views of several instructions, or of all iterations of a loop, by one view before them.
 
-    At least one of the equal views must run unconditionally, because a condition around a view may keep its index in range.
+    At least one of the equal views must be outside of all conditions, because a condition may keep the index of a view in range.
     """
     # view without its name -> the names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
@@ -56,7 +56,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction (or the instruction itself) that can move before it."""
+    """Views in an instruction that can move before the instruction. If it is itself a view, this view."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
@@ -75,7 +75,7 @@ def _sunk(body: tree.Body) -> tree.Body:
     return tuple(instruction for instruction, _ in lines)
 
 
-_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies use
+_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that the instruction and its bodies use
 _Lines = list[_Line]
 
 
@@ -95,7 +95,7 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
-    """Moves the position `at` up: over instructions with one of the roles in `before`, and over the fork of a loop's streams."""
+    """Position before `at`, and before the instructions directly above that have a role in `before` or fork streams for a loop at `at`."""
     is_loop = bool(body) and body[at].trips is not None
     while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1
@@ -103,8 +103,8 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if the body may run more than once, or if several bodies use the
-    view. Also None if the view depends on the rank, and the body is for another mesh."""
+    """Moves a view into the body of its only user. None if the body may run more than once, or if several bodies use the view. Also None if
+    the view depends on the rank and the body is an `on` body, in which coordinates are those of another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-Each wait for an event is already directly before the first use of the data. This pass therefore moves only joins.
+The pass moves only joins. Waits for events are already before the first use of the data.
 """
 
 from dataclasses import replace
@@ -53,5 +53,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if a join must stay before an instruction because the instruction uses or orders streams. A join may move past a join."""
+    """True if a join must stay before an instruction, because the instruction uses or orders streams and is not itself a join."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -13,8 +13,8 @@
                                                         }
                                                       }
 
-If channels are serialised in issue order, the all_gather of an iteration then overlaps with the computation of the previous one. The order
-on each stream, and on each channel, does not change. Only the order of issue changes.
+Communications on different channels run in issue order (`serialize_channels`). With the new order, the all_gather of an iteration overlaps
+with the computation of the previous one. The order on each stream, and on each channel, does not change.
 """
 
 from collections import deque
@@ -46,8 +46,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
-    """A loop and its stream block, if consecutive iterations use different streams and only views and lets precede the block. None
-    otherwise."""
+    """A loop and its stream block, if consecutive iterations use different streams, and only views and lets precede the block."""
     if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
         return None
     streams = next(pool.count for pool in program.streams if pool.name == block.stream)
@@ -55,7 +54,7 @@ def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, i
 
 
 def _goes_on(program: ir.HostProgram) -> bool:
-    """True if no rank blocks forever when each rank posts its communications one after another, as serialised channels require."""
+    """True if the program ends although each rank runs its communications one after another, as `serialize_channels` requires."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, match_communications(instances))), maxlen=0)
@@ -92,7 +91,7 @@ class _Ahead:
     # --- cutting an iteration ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        """Splits the body of a stream block. The part of each mesh is split separately."""
+        """Splits the body of a stream block, by splitting each of its `on` bodies."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)

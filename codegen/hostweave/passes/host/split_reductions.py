@@ -61,7 +61,7 @@ class _Split:
 
 
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
-    """The innermost reduced dims that together have enough elements for a thread block. Empty if one kernel suffices."""
+    """The fewest innermost reduced dims that together have enough elements for a thread block. Empty if one kernel suffices."""
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()
@@ -102,7 +102,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
 
 
 def _is_counted(op: Op) -> bool:
-    """True if a mean has an explicit divisor. Only the second kernel divides by it."""
+    """True if a mean has an explicit divisor. The first kernel then only sums, and the second one divides."""
     return COUNT.name in dict(op.attributes)
 
 

@@ -5,8 +5,8 @@
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
-The padding after a row is never read or written. Inputs and outputs have no padding. A kernel therefore copies an input before the matmul,
-or an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
+The padding after a row is never read or written. Inputs and outputs of the program have no padding, so a kernel copies an input before the
+matmul, or an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
 """
 
 from collections.abc import Iterator
@@ -63,8 +63,8 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window, or
-        if an instruction that accesses it needs contiguous rows."""
+        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window, or if an
+        instruction that accesses the buffer does not support padded rows."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
@@ -125,6 +125,6 @@ class _Rows:
 
 
 def _aligned(type: BufferType) -> Size:
-    """Number of elements of an aligned row that is at least as long as the last dim."""
+    """Number of elements of a row after padding."""
     step = BYTES // type.dtype.itemsize
     return Size(-(-int(type.shape[-1]) // step) * step)
