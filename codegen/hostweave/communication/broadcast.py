@@ -1,4 +1,4 @@
-"""Schedules broadcast and reduce. In each step, the owner of a block broadcasts it, or receives the reduction of all ranks' terms."""
+"""Schedules broadcast and reduce: in each iteration, the owner of a block broadcasts the block, or receives the sum of all terms."""
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule
@@ -10,7 +10,7 @@ from hostweave.transports.transport import COLLECTIVES
 
 class _Broadcast(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the step's block. All ranks iterate over the blocks in the order of their owners."""
+        """Owner of the iteration's block, the same on all ranks: the loop visits the blocks in the order of their owners."""
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: LoopSteps) -> None:
@@ -22,7 +22,7 @@ class _Broadcast(Lowering):
 
 
 class _Reduce(_Broadcast):
-    """The owner of the step's block receives the reduction. Other ranks do not write dst."""
+    """The owner of the iteration's block receives the reduction. Other ranks do not write dst."""
 
     def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)

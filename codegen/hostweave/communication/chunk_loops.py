@@ -18,8 +18,8 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class LoopPart:
-    """A part of a chunk loop: `count` iterations, each over `rows` rows of a shard, beginning at row `start`. If `rows` is None, the
-    iterations split all rows evenly."""
+    """Consecutive iterations of a chunk loop with equal chunks: `count` iterations over `rows` rows of a shard each, from row `start` on.
+    If `rows` is None, the iterations split all rows evenly."""
 
     count: Size
     rows: Size | None = None
@@ -29,8 +29,7 @@ class LoopPart:
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
     """Parts of a loop: one with chunks of equal size and, if these do not cover all rows, one with the remaining rows.
 
-    A loop of 3 chunks over shards of 8 rows becomes 2 iterations of 3 rows and one of 2 rows. In a loop by shard, each iteration covers
-    rows of one rank.
+    In a loop by shard, both parts contain iterations for the shards of all ranks.
     """
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
@@ -44,7 +43,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Number of shards of the chunked dim: the larger of the numbers before and after the communication among these ops."""
+    """Number of shards of the chunked dim before or after the communication among these ops, whichever is larger."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

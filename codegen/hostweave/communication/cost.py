@@ -1,6 +1,6 @@
-"""Cost of communication: alone, overlapped with other ops, and in a chunk loop.
+"""Predicted time of communication: alone, overlapped with other ops, and in a chunk loop.
 
-The cost of a chunk loop is simulated. Its matmuls run one after another, and so do its communications. Each starts as soon as its operands
+A chunk loop is simulated as two queues, one of matmuls and one of communications. The next item of a queue starts as soon as its operands
 are ready.
 """
 
@@ -16,15 +16,15 @@ from hostweave.types.machine import Machine
 MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
 MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
 COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
-# seconds to switch between computation and a collective kernel on one stream: its blocks start, and it waits for the last rank
+# seconds to switch from computation to a collective kernel on one stream: its blocks start, and it waits for the last rank
 SWITCH_SECONDS = 3.5e-6
 LOOP_SECONDS = 12e-6  # seconds for the forks, signals and joins of a loop
 CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
 
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
-    """Seconds of a collective that runs alone. `size` is the larger of a rank's bytes before and after it. An all-reduce takes twice the
-    time of a reduce-scatter.
+    """Seconds of a collective that runs alone. `size` is the number of a rank's bytes before or after the collective, whichever is larger.
+    An all-reduce takes twice the time of a reduce-scatter.
 
     If there are several hosts, each has equally many of the ranks. The network and the links inside each host work concurrently.
     """
@@ -50,16 +50,16 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, other ops run at the same time. The result is then the delay of these ops,
-    because the collective's kernels occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. If `overlaps`, the result is instead by how much the collective delays the ops that run at
+    the same time, because its kernels occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of the same communication with copy engines. If `overlaps`, other ops run at the same time. The result is then the delay of
-    these ops, because they share the memory bandwidth."""
-    # The kernel that sums the copied terms of a reduction.
+    """Seconds of the same communication with copy engines. If `overlaps`, the result is instead by how much the copies delay the ops that
+    run at the same time, because they share the memory bandwidth."""
+    # `added` is the time of the kernel that sums the copied terms of a reduction
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (MATMUL_SLOWDOWN_BY_COPIES - 1) if overlaps else copied) + LOOP_SECONDS + added
@@ -80,8 +80,8 @@ class Computed(Protocol):
 class Overlap:
     """A reshard, and the matmuls or the attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
 
-    `size` is the number of bytes of the gathered or partial tensor on one rank. `rows` is True if the chunked dim is a row dim of the
-    results.
+    `size` is the number of bytes of the gathered or partial tensor on one rank. `rows` is True if the chunks are rows of the results, not
+    columns.
     """
 
     kind: str  # all_gather, reduce_scatter or all_reduce
@@ -95,8 +95,8 @@ class Overlap:
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Seconds without a loop. The communication is a collective, or copies if `by` is "put" or "get". The communication slows down the
-        ops with which it overlaps."""
+        """Seconds without a loop, including the delay of overlapped ops. The communication is a collective, or copies if `by` is "put" or
+        "get"."""
         if by:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1
@@ -110,10 +110,10 @@ class Overlap:
     def in_chunks(
         self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, matmul_slowdown: float, added: float
     ) -> float:
-        """Seconds in a loop of `chunks` chunks. The number of chunks without a transfer is `own`.
+        """Seconds in a loop of `chunks` chunks, of which `own` are not transferred.
 
-        Each other chunk takes `transfer` seconds, times `slower` while matmuls run. Matmuls that overlap with transfers take
-        `matmul_slowdown` times as long. `added` is the time of the kernel that sums the received blocks, in seconds.
+        The transfer of a chunk takes `transfer` seconds, and `slower` times as long while matmuls run. Matmuls that overlap with transfers
+        take `matmul_slowdown` times as long. `added` is the time of the kernel that sums the received blocks, in seconds.
         """
         others = chunks - own
         own_chunk, other_chunk = (
@@ -130,7 +130,7 @@ class Overlap:
 
 
 def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds to compute the rank's own chunks, and then each other chunk as soon as it has arrived. Chunks arrive one after another."""
+    """Seconds until the rank has computed its own chunks, and then each chunk that arrives. Chunks arrive one after another."""
     computed, arrived = own_chunk, 0.0
     for transfer in transfers:
         arrived += transfer
@@ -139,8 +139,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds to compute each other chunk and send it as soon as it is computed, one after another. The rank's own chunks are computed
-    last."""
+    """Seconds until the rank has computed the chunks of other ranks and then its own, and has sent each of the former once computed."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -1,4 +1,4 @@
-"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, synchronised by signals.
+"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, and signal before and after.
 
     all_gather %x -> %y on x                           # on two ranks
 
@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-The operand of a gather may be outside all windows, for example if it is an input. Then each rank puts it to its block on the peers:
+If the operand of a gather is not in a window, for example because it is an input, each rank puts it to its block on the peers:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
@@ -20,11 +20,11 @@ The operand of a gather may be outside all windows, for example if it is an inpu
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so ranks cannot block each other. It waits for all peers before it signals again: in a CUDA graph, the
-next signal may be sent only after the receiver has waited for the previous one.
+Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again: in a CUDA graph,
+the next signal may be sent only after the receiver has waited for the previous one.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel sums them. For small tensors, each rank gets all terms and
-sums them in rank order, so that all ranks round alike.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel sums them. For small tensors, each rank gets all terms of
+all blocks and sums them in rank order, so that all ranks have the same rounding.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; smaller tensors are bound by latency, so each rank reads all terms in one round instead of blocks in two rounds
+# bytes; for smaller tensors latency counts, so each rank reads all terms in one round, not terms of blocks and then results in two
 SMALL = 1 << 15
 
 
 class OneSidedCollectives(Signals):
-    """Emits the collectives of a process group as one-sided transfers. Has the same methods as `LibraryCollectives`."""
+    """Emits the collectives of a process group as one-sided transfers, with the interface of `LibraryCollectives`."""
 
-    takes_uneven = False  # in an all_to_all, the size of a block depends on two ranks
+    takes_uneven = False  # blocks of an all_to_all must be equal: in general, their size depends on sender and receiver
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -90,8 +90,8 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Each rank reduces its block, and the others read the result. Small or uneven tensors are gathered and then reduced on every
-        rank."""
+        """Emits a reduction of each rank's block, and gets of the other ranks' results. Small or uneven tensors are instead gathered, and
+        reduced on every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -124,7 +124,7 @@ class OneSidedCollectives(Signals):
         src = self.in_window(src)
         if distances == {0}:
             self.copy_locally(src, dst)
-        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all ranks do the same
+        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all sources are equally many ranks away
             receiver = (self.rank + distance) % self.size
             self.signal_to(receiver, src)
             self.get((self.rank - distance) % self.size, src, dst)
@@ -133,7 +133,7 @@ class OneSidedCollectives(Signals):
             self.permute(src, dst, sources)
 
     def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Emits different instructions for each rank."""
+        """Emits a permute without a common distance: each rank executes a different branch."""
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -173,12 +173,12 @@ class OneSidedCollectives(Signals):
         self.wait(dst)
 
     def wait_and_get(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
-        """Waits for the peer's signal, then gets from the peer."""
+        """Emits a wait for the peer's signal, then a get from the peer."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
-        """Waits for the peer's signal and gets, then signals the peer that its buffer has been read."""
+        """Emits a wait for the peer's signal, a get, and a signal to the peer that its buffer has been read."""
         self.wait_and_get(peer, src, dst)
         self.signal_to(peer, src)
 
@@ -186,12 +186,12 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def copy_locally(self, src: str, dst: str) -> None:
-        """Copies a buffer on this rank. The sizes of `dst` may be named after other mesh axes."""
+        """Emits a copy on this rank. The shapes may differ in text, because equal local sizes can have the names of different mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation that is in a window, or that `windows.py` will move to a window. A part of an allocation
-        could have a different offset on a peer."""
+        """True if the buffer is a whole allocation that is or will be in a window. Part of an allocation does not count, because its offset
+        may differ between ranks."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
@@ -203,7 +203,7 @@ class OneSidedCollectives(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """View of a buffer whose outermost dim is the rank. Without `block`, all other dims form a block."""
+        """View of a buffer with the rank as its outermost dim. `block` is the shape of a block, by default the other dims of the buffer."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 

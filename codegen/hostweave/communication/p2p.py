@@ -1,4 +1,4 @@
-"""Schedule p2p: in each step, a rank sends a block to one peer and receives a block from another."""
+"""Schedule p2p: in each iteration, a rank sends a block to one peer and receives a block from another, by send and recv."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 class _SendReceive(Lowering):
     def send_receive(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
-        """Sends the sources and receives into the destinations, as one group. If this rank owns the step's block, copies instead."""
+        """Sends the sources and receives into the destinations, as one group. Copies instead if this rank owns the iteration's block."""
         b = self.b
 
         def exchange() -> None:
@@ -31,14 +31,14 @@ class _SendReceive(Lowering):
 
 
 class _P2pGather(_SendReceive):
-    """The owner of a block sends it to the rank that uses it in this step."""
+    """All-gather: the owner of a block sends it to the rank that uses the block in this iteration."""
 
     def step(self, steps: LoopSteps) -> None:
         self.send_receive(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)
 
 
 class _P2pScatter(_SendReceive):
-    """Each rank sends its term of a block to the owner. The terms of all ranks are received into one buffer, and are summed after the
+    """Reduce-scatter: each rank sends its term of a block to the owner, which receives all terms into one buffer, and sums them after the
     loop."""
 
     def step(self, steps: LoopSteps) -> None:

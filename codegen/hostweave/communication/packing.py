@@ -1,4 +1,4 @@
-"""Packs buffers for communication, which needs contiguous memory with one block per rank. Buffers with other layouts are copied."""
+"""Packs buffers for communication, which needs contiguous memory with one block per rank. Copies buffers that have another layout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # a kernel reads fewer terms than this as separate operands
+MAX_TERMS = 8  # fewer terms are separate operands of the kernel that sums them; more are one operand
 
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit` sums terms into a buffer. The last buffer may hold several terms, stacked along its outermost
-    dim."""
+    """A reduction, such as `sum`. `emit` emits the kernel that reduces terms into a buffer. The last operand may hold several terms,
+    stacked along its outermost dim."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]
@@ -36,7 +36,7 @@ class Shards:
 
     @property
     def along(self) -> int | None:
-        """The dim, if instructions must name it because blocks may differ in size. None otherwise."""
+        """The field `along` of instructions: the dim if blocks may differ in size, otherwise None."""
         return self.dim if self.is_uneven else None
 
     def cuts(self, type: BufferType) -> Cuts:
@@ -70,8 +70,8 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | 
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
-    """Contiguous memory with the blocks of the contiguous buffer `src` in order. This is `src` itself if its blocks already are in
-    order."""
+    """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself if its blocks already are so, or a
+    packed copy."""
     if is_in_order(cuts):
         return src
     packed = temporary(b, src, steps)
@@ -80,8 +80,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already in rank order. If `block` is None, the rank is
-    an additional dim."""
+    """View of `full` with the blocks along its outermost dim, or `full` if its blocks are already contiguous in rank order. `block` is the
+    type of a block. If None, the ranks are an additional dim of the view."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

@@ -1,4 +1,4 @@
-"""Collectives of a process group, each as one instruction. Buffers are contiguous."""
+"""Emits each collective of a process group as one instruction. Buffers are contiguous."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
 class LibraryCollectives:
-    """Emits the collectives of a process group. If `along` is given, that dim is split into blocks that may differ in size."""
+    """Emits the collectives of a process group. `along` is the dim of the ranks' blocks, if these may differ in size."""
 
     takes_uneven = True
 
@@ -20,7 +20,7 @@ class LibraryCollectives:
         self.b, self.channel = b, b.channel(axes)
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """Emits an all_gather. `wants_own` is ignored, because a collective always writes this rank's block of `dst`."""
+        """Emits an all_gather. Ignores `wants_own`, because the instruction always writes this rank's block of `dst`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
@@ -36,7 +36,7 @@ class LibraryCollectives:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reduces to rank `root`. `on_root`, which emits for the root alone, is not needed here."""
+        """Emits a reduction to rank `root`. Ignores `on_root`, because all ranks issue the instruction."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 

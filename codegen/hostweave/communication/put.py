@@ -1,11 +1,11 @@
-"""Schedule put: a rank puts its blocks to peers, or gets the blocks of peers. Signals synchronise the ranks. The copy engines move the
-data.
+"""Schedule put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. A CUDA graph may execute its branches as
-one queue, in any order that its edges allow. The first signal of a call means that the memory for arriving chunks is free. In a graph, a
-rank may send the next signal only after the receiver has waited for the previous one. Therefore a rank waits for the chunk of a peer before
-it puts its own next chunk. If ranks get, the owner of a shard signals that the shard is ready. Each reader signals after it has read the
-shard.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, they could deadlock: a
+CUDA graph may execute its branches one after another, in any order that its edges allow. In a graph, a rank may also send the next signal
+only after the receiver has waited for the previous one. So a rank waits for the chunk of a peer before it puts its own next chunk.
+
+The first signal of a call means that the memory for arriving chunks is free. If ranks get, the owner of a shard signals that the shard is
+ready, and each reader signals after it has read the shard.
 """
 
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """Communication of one loop. `steps` has an owner only inside the loop."""
+    """Communication of one loop by puts or gets. Outside of iterations, `steps` has no owner."""
 
     needs_count = True
 
@@ -53,16 +53,15 @@ class GatheredMemory:
 
     op: Op
     landing: str  # memory that receives the chunks of peers
-    is_in_place: bool  # True if chunks are received directly into the value, False if they must be copied to it
+    is_in_place: bool  # True if chunks arrive in the value's own memory, False if they must be copied to it
     shard: str | None  # memory of this rank's shard, if peers can get its chunks from it
 
 
 class PutGather(_Loop):
     """All-gather. A rank uses its own shard in place, and the shards of peers arrive one after another.
 
-    If the shards of all gathered values are in windows, because the program computed them, peers get the chunks from these windows.
-    Otherwise each rank puts the shards of all values to the peers. If peers get the shards, one signal covers all values. If shards are
-    put, each put has a separate signal.
+    If the shards of all gathered values are in windows, because the program computed them, peers get the chunks from these windows, and one
+    signal covers all values. Otherwise each rank puts the shards of all values to the peers, and each put has a separate signal.
     """
 
     def begin(self) -> None:
@@ -77,7 +76,7 @@ class PutGather(_Loop):
                 self.wait(self.all[0].landing)
 
     def arriving(self, op: Op) -> GatheredMemory:
-        """Chooses the memory that receives the chunks of a value."""
+        """Chooses or allocates the memory that receives the chunks of a value."""
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
@@ -97,17 +96,17 @@ class PutGather(_Loop):
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, one: GatheredMemory, steps: LoopSteps) -> None:
-        """Puts a chunk of this rank's shard to the rank that uses it in this step."""
+        """Emits a put of a chunk of this rank's shard to the rank that uses the chunk in this iteration."""
         own = replace(steps, owner=self.rank, suffix="own")
         peer = (self.rank - steps.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
     def source(self, one: GatheredMemory, own: LoopSteps) -> str:
-        """A chunk of this rank's shard, as contiguous memory."""
+        """Contiguous memory with a chunk of this rank's shard."""
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
     def sender(self, steps: LoopSteps) -> Expr:
-        """Sender of the chunk that arrives in this step."""
+        """Sender of the chunk that arrives in this iteration."""
         return steps.owned_by
 
     def landed(self, one: GatheredMemory, steps: LoopSteps) -> str:
@@ -161,8 +160,8 @@ class PutGather(_Loop):
 
 
 class _PutScatter(_Loop):
-    """Reduce-scatter. A rank first computes the blocks of other ranks, and puts each to its owner. A kernel adds the received terms to the
-    rank's own term."""
+    """Reduce-scatter. A rank first computes its terms of the blocks of other ranks, and puts each term to the owner of the block. A kernel
+    adds the received terms to the rank's own term."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
@@ -178,11 +177,11 @@ class _PutScatter(_Loop):
         return self.values.operand(self.op, 0, steps)
 
     def others(self, steps: LoopSteps) -> Expr:
-        """True if the step's block belongs to another rank."""
+        """Condition that the iteration's block belongs to another rank."""
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: LoopSteps) -> None:
-        """Records an event once the term has been computed."""
+        """Emits a record of an event behind the computation of the term, unless the block is this rank's own."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
     def after_step(self, steps: LoopSteps) -> None:
@@ -233,7 +232,7 @@ class _Put(Schedule):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# In a gather, the end of one matmul can overlap with the start of the next. In a scatter, a chunk is sent as soon as it is computed, and
-# concurrent chunks would delay the first ones.
+# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one, because a concurrent
+# matmul would delay the end of the current one, and so the transfer of its result.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

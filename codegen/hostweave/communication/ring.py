@@ -1,4 +1,4 @@
-"""Schedule ring: each rank forwards the block that it received from the previous rank to the next rank."""
+"""Schedule ring: each rank receives a block from the previous rank, and then sends it to the next rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,11 +26,11 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring that forwards values from the buffers in which they arrive."""
+    """Ring of sends and recvs. Values are sent from the buffers in which they arrived."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Sends chunks of values to the next rank, and receives the chunks of a later step from the previous rank. Records `event` for this
-        step."""
+        """Emits a send of chunks to the next rank, and a receive of the chunks of a later iteration from the previous rank. Then emits a
+        record of this iteration's `event`."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -39,7 +39,7 @@ class _ForwardingRing(_Ring):
         branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Sends the first buffer of each pair, and receives into the second."""
+        """Emits sends of the first buffer of each pair, and receives into the second one."""
         channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
@@ -57,8 +57,8 @@ class _ForwardingRing(_Ring):
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
     def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
-        """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the name of the
-        events, which are one per step."""
+        """Emits a branch: `first` in iterations for the first shard, and otherwise a wait for the chunk's arrival, followed by `arrived`.
+        Returns the pool of arrival events, one per iteration."""
         if not steps.count.is_int:
             why = "a ring needs a number of steps that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
@@ -73,7 +73,7 @@ class _ForwardingRing(_Ring):
 
 
 class _RingGather(_ForwardingRing):
-    """Forwards each block that arrives from the previous rank to the next rank. The first block that a rank sends is its own."""
+    """All-gather: a rank first sends its own block to the next rank, and then each block that arrives from the previous rank."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -82,12 +82,12 @@ class _RingGather(_ForwardingRing):
 
 
 class _RingReduceScatter(_ForwardingRing):
-    """The partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of its owner's term,
-    and is copied from there after the loop."""
+    """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of the
+    owner's term, and is copied from there after the loop."""
 
     @property
     def adds(self) -> str:
-        """Result of the matmul whose terms the ring sums. Views between the matmul and the reduction are skipped."""
+        """Result of the matmul that computes the terms. There may be views between the matmul and the reduction."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.made[name]
@@ -114,7 +114,7 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """The same ring with puts. This rank signals that its sums may be overwritten. The previous rank then puts chunks into these sums."""
+    """The same ring with puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums there."""
 
     needs_count = True
 
@@ -124,7 +124,7 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Puts each chunk to the same buffer on the next rank."""
+        """Emits a put of each chunk to the corresponding buffer on the next rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
@@ -147,8 +147,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, puts a chunk of this rank's own
-        shard."""
+        """Emits a put of the chunk that this rank received one shard earlier. In iterations for the first shard, emits a put of its own
+        chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

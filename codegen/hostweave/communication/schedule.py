@@ -1,9 +1,9 @@
-"""Schedules: algorithms that move the chunks of one reshard in a loop. Each is an object in a separate file. `schedules.py` lists them.
+"""Interface of schedules: algorithms that move the chunks of one reshard in a loop. `schedules.py` lists all schedules.
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p for all_gathers. A schedule defines which reshards it supports, and predicts their time. Its `Lowering` emits the
+uses schedule p2p for all_gathers. A schedule tells which reshards it supports, and predicts the time of a loop. Its `Lowering` emits the
 instructions before the loop, in an iteration, and after the loop.
 """
 
@@ -25,7 +25,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available immediately. A reduce-scatter ends with the own shard, which is not sent.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, because the others must be sent.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
@@ -44,11 +44,11 @@ class Schedule:
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """Sets of instructions. A channel's transport must support all of one set."""
+        """Sets of instructions. A channel's transport must support all instructions of at least one set."""
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if the schedule supports a reshard on this transport. `is_counted` is True if the number of iterations is known."""
+        """True if the schedule supports a reshard on a transport. `is_counted` is True if the number of iterations is known."""
         needs_count = self.lowering(transport).needs_count
         is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
         return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
@@ -58,7 +58,7 @@ class Schedule:
         return tuple(count * ranks for count in self.chunks_to_try)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        """Predicted seconds of the loop, if kernels send the chunks one after another, each to one rank."""
+        """Predicted seconds of the loop. This default assumes that kernels send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
@@ -71,16 +71,16 @@ class Schedule:
 
 
 class Lowering:
-    """Lowers the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
+    """Emits the communication of one loop. In a loop by shard, the `steps` of the constructor have no owner."""
 
     needs_count: ClassVar[bool] = False  # if True, the number of iterations must be known, and sums are the only reductions
-    # emits the matmul that computes `adds`; with True, the matmul accumulates into the buffer
+    # emits the matmul that computes `adds`; its argument is True if the matmul accumulates into the buffer
     multiply: Callable[[bool], None] | None = None
 
     def __init__(
         self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
     ):
-        """`ops` is one reshard, or several gathers that move together. `in_loop` has the names of values that the loop computes."""
+        """`ops` is one reshard, or several gathers that share their transfers. `in_loop` has the names of values that the loop computes."""
         self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
         self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
@@ -89,17 +89,16 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """The matmul result that is accumulated into an arriving sum, or None. The schedule emits this matmul itself."""
+        """Name of the matmul result that is accumulated onto arriving sums, if the schedule itself emits this matmul. Otherwise None."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. Rotated by this rank's index, so that ranks address different peers at any
-        time."""
+        """Owner of an iteration's block in a loop by shard. Rotated by this rank's index, so that all ranks address different peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 
     def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
-        """Source and destination of each op in an iteration."""
+        """Source and destination buffer of each op in an iteration."""
         return [(self.values.operand(op, 0, steps), self.values.destination(op, steps)) for op in self.ops]
 
     def copy(self, moves: Sequence[tuple[str, str]]) -> None:

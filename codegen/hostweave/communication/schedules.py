@@ -25,7 +25,7 @@ def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transp
 
 
 def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Schedule]:
-    """Schedules that the compiler may choose on the machine of the options."""
+    """Schedules that the compiler may choose on the machine of the options. `is_even` is True if all sizes are known to divide evenly."""
     for schedule, transport in schedules_of(kind, options):
         if not transport.why_not(options.figures) and transport.takes_shards(is_even, are_on_all_ranks=True):
             yield schedule
@@ -41,7 +41,7 @@ def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool
 
 
 def transport_of(way: Way, options: Options) -> Transport:
-    """Transport of a chosen alternative. Outside of loops, this is the transport of the puts or gets."""
+    """Transport of an alternative: of its schedule, or of the puts or gets of a communication outside of loops."""
     needs = next((schedule.needs for schedule in SCHEDULES if schedule.name == way.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport

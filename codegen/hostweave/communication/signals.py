@@ -17,7 +17,7 @@ class Signals:
     """Emits the signals and waits of one rank, on a one-sided channel of its process group."""
 
     def __init__(self, b: Builder, axes: tuple[str, ...]):
-        """`axes` are axes of the current mesh."""
+        """`axes` are the mesh axes of the process group, in the current mesh of the builder."""
         self.b, self.mesh, self.axes = b, b.present_mesh, axes
         self.rank, self.size = rank_in_group(self.mesh, axes), self.mesh.size_of(axes)
         self.channel = b.channel(axes, SIGNALS)

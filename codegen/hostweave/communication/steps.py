@@ -25,7 +25,7 @@ from hostweave.types.tensor import BufferType, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """Dataflow of a fusion in which each reshard is one communication or one local slice."""
+    """Dataflow of a fusion whose reshards are decomposed into single communications and local slices."""
 
     fusion: Fusion
     uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
@@ -57,7 +57,7 @@ class Dataflow:
         return op.result.type.mesh_in(self.mesh)
 
     def local(self, value: Value) -> BufferType:
-        """Type of the local buffer that a rank has for a value."""
+        """Type of a rank's local buffer of a value."""
         return value.type.local(self.mesh, self.uneven)
 
     # --- facts about ops ---
@@ -75,7 +75,7 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """True if an op is only pointer arithmetic. This includes reductions over one local element, and transfers of data that the rank
+        """True if an op is only pointer arithmetic. Such are also reductions over one local element, and transfers of data that the rank
         already holds."""
         if op.kind == "transfer":
             return self.is_local(op)
@@ -84,7 +84,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """Name of the value that is the source of all views up to this value."""
+        """Name of the value of which this value is a view, possibly through other views, or the value's own name."""
         op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
@@ -94,10 +94,10 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """Iterations of one loop. `shards` is the number of ranks of `mesh` that split the chunked dim, before or after the loop's
-    communication.
+    """An iteration of a loop, as expressions over the loop index. `shards` is the number of ranks of `mesh` that split the chunked dim,
+    before or after the loop's communication.
 
-    By shard, an iteration covers block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it covers the same slice of
+    By shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, it covers the same slice of
     every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row `start`.
     """
 
@@ -118,13 +118,13 @@ class LoopSteps:
 
     @property
     def owned_by(self) -> Expr:
-        """`owner`, which is known in a loop by shard."""
+        """`owner`, in a loop by shard."""
         assert self.owner is not None
         return self.owner
 
     @property
     def distance(self) -> Expr:
-        """In a loop by shard, the number of ranks from this rank to the owner."""
+        """Distance from this rank to the owner, in a loop by shard: the number of shards that earlier iterations covered."""
         return self.index // expr_of(self.subchunks)
 
     @property
@@ -133,12 +133,12 @@ class LoopSteps:
 
     @property
     def block(self) -> Expr:
-        """Index of the block in the global dim (by shard), or of the slice in each shard (across shards)."""
+        """Index of the chunk in the global dim (by shard), or of the slice in each shard (across shards)."""
         return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The iteration whose block the previous rank of a ring sends in this iteration."""
+        """The iteration in which this rank uses the block that the previous rank of a ring sends now."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:

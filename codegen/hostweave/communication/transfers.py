@@ -1,7 +1,7 @@
-"""Moves between meshes. The sends are in the `on` body of the source mesh, and the receives in that of the target mesh. If a rank may be in
-both meshes, sends and receives are in one group.
+"""Emits moves between meshes. The sends are in the `on` body of the source mesh, and the receives in that of the target mesh. If some rank
+is in both meshes, sends and receives are in one group.
 
-If a dim may be sharded unevenly, blocks end wherever a shard of either mesh ends.
+If a dim may be sharded unevenly, blocks end wherever a shard of one of the meshes ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import TensorType
 
-COPIES = "copies"  # mesh axis of a sender and of the ranks to which it sends the same data
+COPIES = "copies"  # mesh axis along which a sender broadcasts to its receivers
 
 MakesBuffer = Callable[[], str]  # returns the buffer to send or receive; called in the body of its mesh
 
@@ -56,8 +56,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. They are emitted as late as possible, because a reader may first need other data
-        from this rank."""
+        """Emits the waits of senders for their readers. The caller does this as late as possible, because a reader may first need other
+        data from this rank."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -91,10 +91,10 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 
 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
-    """Moves through a one-sided channel: receivers get from a window of the sender. Returns a function that emits the sender's waits.
+    """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
 
-    A sender signals that its window is ready. Each reader signals after reading it. `number` is the signal counter. Moves whose waits have
-    not been emitted need different counters.
+    A sender signals that its window is ready, and each reader signals after reading. `number` is the signal counter. Moves need different
+    counters as long as their waits are not emitted.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -118,7 +118,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             same_dims = prod(blocks.sent) == prod(blocks.received) == 1
             (ranks.copy_locally if same_dims else ranks.copy)(sent, landed)
             return
-        if route in first:  # two ranks signal each other once for all their routes
+        if route in first:  # a sender and a receiver signal each other once for all their routes
             ranks.wait_for(Const(route.sender), sent, number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
@@ -163,7 +163,7 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if staying_ranks := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(staying_ranks)),), staying_ranks)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the local sizes of the copy are those on the target mesh
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # `copied` has the local sizes of the target mesh
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # views of an `on` body are not visible outside, where the sends and recvs of both meshes are posted
+    # a copy, because views of an `on` body are not visible outside of it, where the sends and recvs of both meshes are posted
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed
@@ -183,7 +183,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
 
 @contextmanager
 def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
-    """Contiguous memory for the blocks of `dst()` in order. On exit, copies them to `dst()`, unless it is the same memory."""
+    """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if this is other memory."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
@@ -191,15 +191,15 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # makes new views, because the `on` body of the first ones may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # new views: the `on` body with the first ones may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """View of `whole` in which the block indices of all dims come first, in row-major order. If there is a single block, this is
-    `whole`."""
+    """View of `whole` whose first dims are the indices of a block, and whose other dims are a block. `whole` itself if there is only
+    one."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []

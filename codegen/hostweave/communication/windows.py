@@ -1,4 +1,4 @@
-"""Windows: memory that peers can access. The operands of gets and puts are in windows."""
+"""Places memory in windows, which peers can access: sources of gets, and sources and destinations of puts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks the parameters that peers access, directly or in called functions, as parameters in windows."""
+    """Marks those parameters as in windows that peers access in this program or in functions that it calls."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):
@@ -33,7 +33,7 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Allocates memory of the same size on all ranks, and a view of the part that this rank needs."""
+    """Emits a window of the same size on all ranks, and the view `name` of the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}

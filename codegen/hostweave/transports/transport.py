@@ -1,5 +1,4 @@
-"""Transports: how a channel moves bytes. Each transport is a file of this folder with an object `TRANSPORT`. All code that depends on the
-transport uses that object."""
+"""Interface of transports, which move the bytes of a channel. Each other file of this folder defines one, as the object `TRANSPORT`."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ class Transport:
     # dtypes that it cannot reduce -> the dtype that is reduced instead
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # maximum number of calls in one group
-    # its kernels occupy multiprocessors until the peers arrive; kernels of one channel therefore run one at a time, in issue order
+    # its kernels occupy multiprocessors until the peers arrive, so channels with this property are serialised, in issue order
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
-    separate_graph_counters: bool = False  # signals in CUDA graphs have other counters, so either all ranks capture a call or none does
+    separate_graph_counters: bool = False  # CUDA graphs count signals separately, so either all ranks capture a call or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application
     since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
     # any other reduction gathers the terms and reduces them in a kernel
@@ -47,11 +46,12 @@ class Transport:
 
     @property
     def is_optional(self) -> bool:
-        """True if it may turn out at run time that ranks cannot use it. A variant of the program on another transport then runs instead."""
+        """True if ranks may be unable to use the transport at run time. A variant of the program on another transport then runs instead."""
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop may move shards with these properties. Registered memory must have the same layout on all ranks."""
+        """True if a chunk loop on this transport may move shards with these properties. Registered memory must have the same layout on all
+        ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
