@@ -147,8 +147,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put of the chunk that this rank received one shard earlier. In iterations for the first shard, emits a put of its own
-        chunk."""
+        """Emits a put of the chunk that this rank received one shard earlier. In iterations for the first shard, emits a put of the rank's
+        own chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

@@ -1,7 +1,7 @@
 """Builder of host programs: makes names unique, infers types of views, and nests bodies. Omits identity views, and reuses equal views.
 
-While `mesh` is set, only the ranks of that mesh execute the emitted instructions. Consecutive instructions of one mesh go into one `on`
-body.
+While the attribute `mesh` is set, emitted instructions go into `on` bodies, which only the ranks of this mesh execute. Consecutive
+instructions of one mesh share a body.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Builder:
         self.location: Location | None = None  # source location of the op that is being lowered
         self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
         self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop of several meshes
-        # during an asynchronous communication, collects copies that the next communication need not wait for
+        # copies after the asynchronous communication that is being emitted, for which the next communication need not wait
         self.aside: list[tree.Instruction] | None = None
-        # during an asynchronous communication, collects sums of its results; the kernel that reads a sum can then compute it
+        # sums of terms that the asynchronous communication delivers; if emitted later, they can fuse with the kernel that reads them
         self.sums: list[Callable[[], None]] | None = None
         self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
@@ -83,19 +83,18 @@ class Builder:
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
     def issued(self) -> Iterator[tree.Instruction]:
-        """Instructions of the current body that do work at run time, in reverse order."""
+        """Instructions of the current body that do work at run time, the latest first."""
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result nothing in the current body reads. During an asynchronous communication, it is collected in `aside`."""
+        """Emits a copy whose result nothing in the current body reads. During an asynchronous communication, adds the copy to `aside`."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms. During an asynchronous communication, it is collected in `sums`: the kernel that reads the sum can then
-        compute it."""
+        """Emits a sum of terms by calling `emit`. During an asynchronous communication, adds `emit` to `sums` instead."""
         if self.sums is None:
             emit()
         else:
@@ -110,7 +109,7 @@ class Builder:
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Prefers a transport for the emitted instructions. "" keeps the present order of preference."""
+        """Prefers a transport for the instructions emitted in this context. "" keeps the present order of preference."""
         outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
         self.transports = outer
@@ -125,7 +124,7 @@ class Builder:
 
     @contextmanager
     def inside(self, made_of: Callable[[tree.Body], tree.Instruction]) -> Iterator[None]:
-        """Emits into the body of an instruction, which `made_of` makes from the body."""
+        """Emits into a new body. At the end, emits the instruction that `made_of` makes from the body."""
         with self.nested() as body:
             yield
         self.emit(made_of(tuple(body)))
@@ -149,7 +148,7 @@ class Builder:
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
-        """Emits before the outermost loop that is being built. Used for allocations, and for views that are the same in all iterations."""
+        """Emits before the outermost loop that is being built, for allocations and for views that are the same in all iterations."""
         scopes = self._scopes
         self._scopes = scopes[:1]
         yield
@@ -176,12 +175,12 @@ class Builder:
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of the channel of the current mesh along `axes`. Its transport supports the instructions `needs`."""
+        """Name of the channel of the current mesh along `axes`, whose transport supports the instructions `needs`. Adds it if necessary."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
-        """Name of the channel of all ranks. In its process group, each rank's index is its number in the program."""
+        """Name of the channel of all ranks, in whose process group the index of a rank is its number in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -256,7 +255,7 @@ class Builder:
             return src
         shape = self.types[src].shape
         longer = [i for i in order if shape[i] != Size()]
-        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 are moved
+        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 move
         permuted_shape = tuple(shape[i] for i in order)
         name = self._view(ir.Reshape("", src, permuted_shape) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
@@ -277,8 +276,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The buffer that has the same elements in the same order as a contiguous view. Returns the view itself if it covers only a
-        part."""
+        """The buffer of which a contiguous view shows all elements in the same order, or the view itself if there is no such buffer."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -288,11 +286,12 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access the memory, or will be able to: a later pass moves allocations to windows on demand."""
+        """True if peers can access the memory. True for all allocations, because `with_windows` moves those that peers access to
+        windows."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:
-        """True if a buffer or view is defined outside the loop or block that is being built."""
+        """True if a buffer or view is defined outside of all loops and blocks that are being built."""
         return not any(name in tree.names(i, "define") for scope in self._scopes[1:] for i in scope.instructions)
 
     def is_visible(self, name: str) -> bool:
@@ -323,8 +322,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh, and inlines those inside an `on` body of the same mesh. `mesh` is the mesh of the
-    enclosing body."""
+    """Merges consecutive `on` bodies of one mesh. Inlines an `on` body for `mesh`, the mesh of the enclosing body."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. Each lists only the kernels, events and channels
-    that it uses."""
+    """Every function as a separate program, callees before callers, then the main program. Each part lists only the kernels, events and
+    channels that it uses."""
     if not program.functions:
         return (program,)
     parts = [
@@ -24,7 +24,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
-    # the analysis of a part also needs the events of its callees
+    # analyses inline the callees of a part, and so need their events
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,
@@ -66,7 +66,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Joins the programs of `bodies` to one program: the last one is the main program, and the others become its functions.
+    """Inverse of `bodies`: the last program is the main program, and the others become its functions.
 
     Equal kernels are merged. Other kernels and events with equal names are renamed. Each stream pool gets the largest size that a part
     needs.
@@ -114,17 +114,16 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that need one flat list of instructions.
 
-    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. After each call, memory that the function has
-    not freed is deallocated for reuse by the next call. The arguments of the call replace the parameters. If the function has donated
-    inputs, its parameters become views of the arguments: `as_given` and `take_over`.
+    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that the function has not freed is
+    deallocated after each call, so that the next call can reuse it. The arguments of the call replace the parameters. If the function has
+    donated inputs, its parameters instead become views of the arguments: `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines only the first call of each function, and drops the others. Use it to find sizes and instructions if order does not
-    matter."""
+    """Inlines the first call of each function, and removes the other calls. For analyses that need each instruction once, in any order."""
     return _Inlining(program, only_first=True).program() if program.functions else program
 
 
@@ -156,8 +155,8 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions to insert before and after the inlined body of a function with donated inputs. Adds the names of the views to
-        `names`."""
+        """Instructions to insert before and after the inlined body of a function with donated inputs: views and `returned`. Adds to `names`
+        the views that replace the parameters."""
         used_names = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if used_names else ()), (TakeOver, used_names)):
@@ -169,7 +168,7 @@ class _Inlining:
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
-    """Deallocates for the allocations of `body` that no instruction of `around` frees."""
+    """Deallocates for those allocations of `body` that no instruction of `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)

@@ -44,7 +44,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the current mesh: that of the enclosing `on` body, or the program's."""
+    """Coordinate of this rank along an axis of the mesh of the enclosing `on` body or, outside of `on` bodies, of the program's mesh."""
 
     axis: str
     text = "rank.{axis}"
@@ -88,7 +88,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A chain that mixes *, / and % is hard to read without parentheses. So only a chain of * has none.
+        # a chain of *, / and % needs parentheses to be readable, unless it has only *
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
@@ -170,7 +170,7 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
-    """Simplifies an expression, given the ranges of its parts. A comparison of a quotient with 0 becomes a comparison of its dividend."""
+    """Simplifies an expression, given the ranges of its parts. Removes quotients from comparisons with 0: `i / 2 == 0` becomes `i < 2`."""
     low, high = range(expr)
     if low is not None and low == high:
         return Const(low)

@@ -1,7 +1,7 @@
 """The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax` line. Analyses, passes and the check use only its traits and the
-roles of its fields: which buffers it defines, reads or frees. So they need no change for a new instruction.
+Each instruction is a dataclass. Printer and parser follow its `syntax` line. Analyses, passes and the check use its traits and the roles of
+its fields, which tell the buffers that it defines, reads, writes or frees. So they need no change for a new instruction.
 
 An instruction outside of all `stream` blocks runs on the caller's stream.
 """
@@ -38,9 +38,9 @@ MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output, with its global type. Each rank holds the local tensor of type `HostProgram.local_type`.
+    """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`.
 
-    An output may overwrite the memory of a donated input. Both have the same dims, possibly in another order. A parameter in a window is in
+    An output may overwrite the memory of a donated input, which has the same dims, possibly in another order. A parameter in a window is in
     memory that peers can access, at the same offset on each rank.
     """
 
@@ -83,7 +83,7 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective of the first input, in which the kernels of all ranks exchange terms. None for other kernels."""
+        """The collective of the first input, if the kernel does one by exchanging data with the kernels of other ranks. Otherwise None."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
@@ -99,16 +99,15 @@ class Kernel:
 
     @property
     def is_local(self) -> bool:
-        """True if the kernel depends on the position of a rank's shard in the global tensor."""
+        """True if an attribute of an op depends on the position of the rank's shard in the global tensor."""
         return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
     def descriptive_name(self) -> str:
-        """A descriptive name of the ops (if they are few) and the results, such as `negative_multiply_y` or `fused_y`.
+        """Name made of the ops, or of `fused` if they are many, and of the results, such as `negative_multiply_y` or `fused_y`.
 
-        A kernel that updates its operand in place is named after the operand. An op is omitted if the name of its result already begins
-        with the op, such as `multiply_y`, and so are the numbers of an index range. If the names of the results are long, only the last
-        result is named.
+        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op with whose name
+        the name of its result already begins, such as `multiply_y`. If the names of the results are long, only the last one is used.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -128,7 +127,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """A function with one body that several calls share. Its temporaries are allocated once; calls reuse them."""
+    """A function that can be called several times. All calls use the same memory for its temporaries."""
 
     name: str
     inputs: tuple[Parameter, ...]
@@ -138,8 +137,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Channel:
-    """A communicator, with its transport. A process group consists of the ranks of a mesh that differ only along `axes`. Text: `tp: tp
-    two_sided`."""
+    """A communicator, with its transport. Its process groups consist of ranks of `mesh` that differ only along `axes`."""
 
     name: str
     mesh: Mesh  # the program's mesh, or a mesh of a subset of its ranks
@@ -153,7 +151,7 @@ class Channel:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if its communications must not overlap, on one device, with those of another channel with this property."""
+        """True if communications of the channel must not overlap with those of another such channel on the same device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
@@ -186,10 +184,8 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorates an analysis: its result is computed once per program, or fusion, and cached on it.
-
-    Programs are immutable. Callers must not modify the result either.
-    """
+    """Decorates an analysis of a program or a fusion: computes the result once, and caches it in the immutable program. Callers must not
+    modify the result."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
@@ -243,8 +239,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices. Programs that differ only in predicted times share one build, and ranks treat them as the same
-        program."""
+        """Text without the choices, which have predicted times. Programs with equal code share one build, and ranks may call them
+        together."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -278,7 +274,7 @@ class HostProgram:
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes that the arguments of a call determine: all except the depths of repeats."""
+        """Names of the symbolic sizes that a call determines by the shapes of its arguments. All but the depths of repeats are such."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:
@@ -286,12 +282,12 @@ class HostProgram:
 
     @property
     def optional_transports(self) -> frozenset[Transport]:
-        """Transports of its channels that may be unavailable to some ranks."""
+        """Transports of the program's channels that may be unavailable to some ranks."""
         return frozenset(channel.transport for channel in self.channels if channel.transport.is_optional)
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks signal each other. Signal counts are not reset between calls."""
+        """True if ranks signal each other. Counts of signals then continue from call to call."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property

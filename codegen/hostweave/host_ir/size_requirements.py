@@ -1,5 +1,5 @@
-"""Requirements on the sizes of a call: slices are within their dims, sizes are integers, and chunk loops that the compiler chose divide
-evenly."""
+"""Requirements on the sizes of a call: slices are within their dims, quotients are integers, and the chunks of loops that the compiler
+chose divide their dims evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
@@ -19,7 +19,7 @@ MAX_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """For each factor, a number that must divide it, so that all dims and trip counts are integers."""
+    """Maps each factor of a size to a number that must divide the factor, so that all dims and trip counts are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -41,13 +41,13 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes with subtractions, such as `(M - 2)`, that must not be negative in any call."""
+    """Sizes that a call must not make negative, such as `(M - 2)`, the number of elements before or after a slice."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
     for op, types_in_kernel in _ops(program):
-        if op.kind == "start":  # a slice needs at least one possible start
+        if op.kind == "start":  # a dynamic slice needs at least one valid start
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
         if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have at least as many elements as the op keeps
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
@@ -62,7 +62,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields each reduction without an identity, such as max, and a global size that it reduces and that must not be 0."""
+    """Yields each reduction that needs elements, such as max, and a global size that it reduces and that must not be 0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,13 +74,13 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of elements of the source before and after a partial view. Empty if they depend on more than sizes."""
+    """Numbers of indices of the source before and after a partial view. Empty if they depend on more than sizes."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # depends on the rank; the compiler guarantees that the view fits
+        return ()  # depends on the rank, but the compiler only emits such views if they fit
     return (before, dim_size - before - extent)
 
 
@@ -102,7 +102,7 @@ def _size_of(expr: Expr) -> Size | None:
     return None
 
 
-# The chunk loops that the compiler chose support only some sizes. For other sizes, the program runs without overlap.
+# Chunk loops that the compiler chose support only some sizes. For other sizes, a variant of the program without these loops runs.
 
 
 class LoopsDoNotDivide(ArgumentError):
@@ -110,7 +110,7 @@ class LoopsDoNotDivide(ArgumentError):
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Checks the global shapes of inputs against the compiler's chunk loops. `()` stands for an unknown shape.
+    """Checks if the compiler's chunk loops divide the global shapes of inputs evenly. `()` stands for an unknown shape.
 
     Raises LoopsDoNotDivide if a size does not divide evenly.
     """
@@ -122,7 +122,8 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that must divide evenly, for example among ranks, and do not. For a sum such as (M + 1), returns all its symbols."""
+    """Symbols whose sizes do not divide evenly as they must, for example among ranks, each with its size. If a sum such as (M + N) does not
+    divide evenly, all its symbols are included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
@@ -132,7 +133,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """For each symbol, sum of symbols, and product of these: a number that must divide it."""
+    """Maps each symbol, sum of symbols, or product of these to a number that must divide its value."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -143,7 +144,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if the compiler's chunk loops divide all given sizes, and all sums of them that occur, evenly."""
+    """True if the compiler's chunk loops divide evenly at these sizes."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -154,7 +155,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """For each size, a number that must divide it. Empty if the compiler chose no loop, because the user then stated all loops."""
+    """Numbers that must divide sizes because of loops that the compiler chose. Empty if there are none. Loops of the user do not count."""
     if not any(choice.taken.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

@@ -1,6 +1,7 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-A role says what an instruction does with the buffer or event that a field names. Traits are class variables or properties.
+The role of a field says what the instruction does with the buffer, event or other object that the field names. Traits are facts about the
+instruction itself, as class variables or properties.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 INDENT = "  "
 
-# Roles of fields: what the instruction does with the named object. `names` returns the names of a role.
+# Types of fields with a role. `names` returns the names in fields with a given role.
 Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
 Viewed = Annotated[str, "view"]  # name of a view that it defines
 Index = Annotated[str, "index"]  # name of an integer that it defines
@@ -43,7 +44,7 @@ Recorded = Annotated[str, "record"]  # pool of the event; the field `index` sele
 Awaited = Annotated[str, "wait"]
 RemoteRead = Annotated[str, "remote_read"]  # buffer of a peer that it reads
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that it does not access; other accesses must not move across the instruction
+Guarded = Annotated[str, "guard"]  # buffer that it does not access, but across which no access of the buffer may move
 
 # roles that a role implies; ranks share one program, so an access to a peer's buffer also counts as an access to the local buffer
 INCLUDED = {
@@ -63,25 +64,25 @@ class Instruction:
     """An instruction of the host IR. The roles of its fields give its effects, and class variables and properties its traits."""
 
     syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted, together with the words before it
-    calls: ClassVar[bool] = True  # False if it only names memory or an integer, and does nothing at run time
+    calls: ClassVar[bool] = True  # False if it only defines a name for memory or an integer, and does nothing at run time
     shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
-    copies: ClassVar[bool] = False  # it is a copy, which does nothing if src and dst are the same memory
+    copies: ClassVar[bool] = False  # it is a copy, which can be removed if src and dst are the same memory
     work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
     orders: ClassVar[bool] = False  # it orders streams; no work may move across it
     marks: ClassVar[bool] = False  # it records the time at which a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if it writes log-sum-exps, "takes" if it reads them
     grouped: ClassVar[bool] = False  # it posts sends and recvs as a group
-    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match their counterparts in order
+    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match counterparts on peers, in order
     posts: ClassVar[str] = ""
-    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for each other in it, and no library orders them
+    exchanges: ClassVar[bool] = False  # it launches a kernel that waits for kernels of other ranks, without a communication library
     in_window: ClassVar[bool] = False  # it allocates memory that peers access
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
-    # memory that dst may share: the field "src" or "accumulate", or this rank's "block of src" or "block of dst"
+    # operand and result may share memory: dst with the field "src" or "accumulate", or with this rank's "block of src" or "block of dst"
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    # Traits that are properties, with their defaults.
+    # traits that depend on the fields of an instruction, with their defaults
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class Instruction:
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that it defines, given the types of earlier ones.
+        """Types of the buffers and views that the instruction defines, given the types of earlier ones.
 
         Raises ValueError if the view is not possible.
         """
@@ -115,22 +116,22 @@ class Instruction:
 
     @property
     def packed(self) -> Cuts:
-        """If its buffer has the packed blocks of a tensor, the cuts of the tensor. Empty otherwise."""
+        """The cuts of the tensor whose packed blocks the instruction's buffer has. Empty for other instructions."""
         return ()
 
     @property
     def ranks(self) -> Mesh | None:
-        """Mesh of the ranks that execute its body, or None for all ranks that reach it. Allocations in the body stay in scope after it."""
+        """Mesh of an `on` body, which only its ranks execute. None for other instructions."""
         return None
 
     @property
     def trips(self) -> Size | None:
-        """Trip count of its body, or None if it is not a loop."""
+        """Trip count of a loop. None for other instructions."""
         return None
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """Condition that selects the first of its two bodies. None for other instructions."""
+        """For a branch, the condition under which the first of its two bodies runs. None for other instructions."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
@@ -178,7 +179,7 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """Pairs of a literal text and the field that follows it, or "" at the end."""
+    """Splits `syntax` into pairs of a literal text and the field that follows the text, or "" at the end."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
@@ -223,7 +224,7 @@ def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Replaces names, given their index in the result of `names`."""
+    """Replaces names. `new` is keyed by the index of the name in the result of `names`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -237,7 +238,8 @@ Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the inde
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream of its body, or the event that it records or waits for. None if no field has the role."""
+    """The stream or event that a field with the role names, such as the event that an instruction records. None if there is no such
+    field."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -271,7 +273,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges consecutive instructions for which `of` is equal: by default, `on` bodies of one mesh."""
+    """Merges the bodies of consecutive instructions for which `of` is equal and not None, by default of `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):
@@ -310,8 +312,8 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces instructions, named by their index in `walk`. If a replacement contains the old instruction, edits inside that instruction
-    are applied too.
+    """Replaces instructions, given by their index in `walk`. If a replacement contains the old instruction, edits inside the old
+    instruction are applied too.
 
     Raises KeyError for an edit that has no effect: its index is not in the body, or an enclosing instruction is replaced.
     """
@@ -359,8 +361,8 @@ def indices_in(i: Instruction) -> Iterator[str]:
     return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
 
 
-# The alias root of a view is the parameter or allocation in whose memory it is, possibly through other views. A view with two sources has
-# several.
+# The alias root of a view is the parameter or allocation whose memory the view names, possibly through other views. A `choose` view, which
+# has two sources, has several roots.
 
 
 class AliasRoots:

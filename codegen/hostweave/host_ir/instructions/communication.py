@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. Their buffers are contiguous and have the same dtype."""
+"""Communication instructions of the host IR. The buffers of an instruction are contiguous and have the same dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,16 +8,17 @@ from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, 
 from hostweave.types.blocks import Cuts, Route
 
 EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
-EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that they add
+EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce in bytes: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest bytes of the blocks of all ranks, for other exchanges: hw::kBlockBytes
+BLOCK_BYTES = 8 << 20  # largest total size of the blocks of all ranks in bytes, for other exchanges: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. Ranks that read a buffer send it; ranks that write a buffer receive."""
+    """Moves data between the ranks of a channel's process group. Buffers that the instruction reads are sent, and those that it writes are
+    received."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer that has one block per rank; the other buffer has one block
@@ -98,10 +99,10 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input. The kernels of the ranks exchange terms or blocks.
+    """Launches a kernel that begins with a collective of its first input, for which the kernels of the ranks exchange terms or blocks.
 
-    Terms are summed in f32 in rank order, and the sum is rounded once. In the kernel, the input has the shape of the op's result: this
-    rank's block of a reduce_scatter, or the blocks of all ranks. Blocks are equal and consecutive.
+    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the
+    collective's result: this rank's block of a reduce_scatter, or the blocks of all ranks. Blocks are equal and consecutive.
     """
 
     kind: ClassVar[str] = ""  # the kernel's first op
@@ -238,7 +239,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends once every rank of the process group has reached it. It is an all_reduce of one element whose result is not used."""
+    """Ends once every rank of the process group has reached the barrier. Done by an all_reduce of one element."""
 
     token: Update
     channel: str
@@ -270,8 +271,8 @@ class Recv(PointToPoint):
 class SendBlocks(Routed):
     """Sends those blocks of src whose routes begin at this rank. Posted as a group.
 
-    The blocks are contiguous in src: `count` equal blocks, or the blocks of a packed tensor. It matches the recv_blocks with the same
-    routes. If several have the same routes, they match in order.
+    The blocks are contiguous in src: `count` equal blocks, or the blocks of a packed tensor. A send_blocks matches the recv_blocks with the
+    same routes. Several with the same routes match in order.
     """
 
     src: Read

@@ -42,8 +42,8 @@ class Matmul(Compute):
     vector along the columns of dst. There is at most one `accumulate` and one bias.
 
     If a and b are 8-bit floats, they have f32 `scales`. a is then [M, K] with contiguous rows, and b is [K, N] with contiguous columns. The
-    scale of a is [1, 1], [M, 1], [M, K/128] or [M/128, K/128]. Each of its elements multiplies one block of a. The same rules hold for b.
-    Scales of blocks have the layout that cuBLASLt requires; the verifier checks it.
+    scales of a are [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each scale multiplies one block of a. The same rules hold for b. The
+    verifier checks that scales of blocks have the layout that cuBLASLt requires.
     """
 
     a: Read
@@ -73,9 +73,9 @@ class Matmul(Compute):
 class Grouped(Compute):
     """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
-    Row numbers are global; `first` is that of the operands' first row. `starts` and `ends` are contiguous i32 [E]. Rows that the operands
-    do not have are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and dst, the
-    elements of a row must be contiguous.
+    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of the operands' first row; rows that the
+    operands do not have are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and
+    dst, the elements of a row must be contiguous.
     """
 
     x: Read
@@ -151,18 +151,17 @@ class Attention(_Masked):
 
     Query head h uses key head h / (H / G). The masks are:
 
-    - `diagonal`: row i sees columns up to i + diagonal. With `window`, it sees only the last `window` of these columns.
-    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the diagonal ends at the last row and the
-      last valid column.
+    - `diagonal`: row i sees columns up to i + diagonal. With `window`, the row sees only the last `window` of these columns.
+    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the last row sees all valid columns.
     - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
     - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of the
       same sequence.
 
     `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. In all other buffers, the elements of a row must be contiguous.
 
-    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. Its result is then 0, and its
-    lse is below -1e30. `kernels` names the kernels of this package that CUDA may need, such as `bf16_64` for heads of up to 64 elements.
-    f32 always needs them. f16 and bf16 need them in cases that cuDNN does not support.
+    Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees none has result 0, and
+    an lse below -1e30. `kernels` names the library of this package's CUDA kernels, such as `bf16_64` for heads of up to 64 elements. f32
+    always needs it. f16 and bf16 need it in cases that cuDNN does not support.
     """
 
     q: Read
@@ -192,7 +191,7 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """Gradients of q, k and v, given the gradient of the result. `o` and `lse` are the results of Attention.
+    """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention.
 
     `dbias` receives the gradient of the bias, in the bias's shape, summed over dims of size 1.
     """
@@ -252,7 +251,7 @@ class Copy(Compute):
 
 @dataclass(frozen=True)
 class Pack(Compute):
-    """Writes the blocks of src contiguously to dst, in row-major order of the blocks. Each block is row-major."""
+    """Writes the blocks of src to dst, one after another in row-major order. The elements of a block are row-major too."""
 
     src: Read
     dst: Write

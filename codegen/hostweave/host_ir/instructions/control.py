@@ -60,7 +60,7 @@ class Wait(Instruction):
 
 @dataclass(frozen=True)
 class Mark(Instruction):
-    """In a measured call, records the time at which the current stream reaches it. Only programs that are being measured have marks."""
+    """Records the time at which the current stream reaches the mark. Only programs that are being measured have marks."""
 
     syntax = "mark"
     orders = True
@@ -101,7 +101,7 @@ class If(Instruction):
 
 @dataclass(frozen=True)
 class Call(Instruction):
-    """Runs a function of the program. The function itself forks from the caller's stream and joins it."""
+    """Runs a function of the program on the caller's stream. Streams of the function fork from this stream, and join it."""
 
     function: Called
     srcs: Reads
@@ -111,8 +111,8 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body only on the ranks of a mesh. Axes in the body are those of that mesh. Allocations in the body stay in scope after
-    it."""
+    """Runs the body only on the ranks of a mesh, whose axes the coordinates in the body name. Allocations in the body stay in scope after
+    the body."""
 
     mesh: Mesh
     body: Body

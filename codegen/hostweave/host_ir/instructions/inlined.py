@@ -1,6 +1,6 @@
-"""Instructions that only inlined programs have. They name versions of the memory of donated arguments, before and after a call.
+"""Instructions that only inlined programs have: views of donated arguments with their contents before and after a call.
 
-Only the check reads them. They are neither parsed nor emitted.
+Only the check uses them; text and emission do not.
 """
 
 from dataclasses import dataclass
@@ -20,21 +20,22 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input: the present contents of the argument. A byte that a result overwrites can no longer be read by this name."""
+    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read by this
+    name."""
 
     syntax = "%{out} = as_given %{src}"
 
 
 @dataclass(frozen=True)
 class TakeOver(_Parameter):
-    """A result in the memory of a donated argument: the contents that later instructions write."""
+    """A result of the call, in the memory of a donated argument, with the contents that the call writes."""
 
     syntax = "%{out} = take_over %{src}"
 
 
 @dataclass(frozen=True)
 class Returned(Instruction):
-    """Marks the end of a call. The whole result must have been written."""
+    """The end of a call, at which the whole result must have been written."""
 
     src: Read
     syntax = "returned %{src}"

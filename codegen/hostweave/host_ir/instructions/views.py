@@ -12,7 +12,7 @@ from hostweave.types.tensor import BufferType, row_major, strided, strides_of
 
 @dataclass(frozen=True)
 class Allocate(Instruction):
-    """A temporary of a call, in the program's arena."""
+    """Allocates a temporary of a call in the arena, the memory of all temporaries."""
 
     out: Allocated
     type: BufferType
@@ -25,7 +25,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True)
 class AllocateWindow(Allocate):
-    """A temporary of a call that peers access. It has the same offset in the arena of every rank."""
+    """Allocates a temporary that peers access, at the same offset in the arena of every rank."""
 
     syntax = "%{out} = allocate_window {type}"
     in_window = True
@@ -220,9 +220,9 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements with another shape. Each run of dims that is split or merged must be contiguous.
+    """Strides of the same elements with another shape. Dims that are merged must be contiguous.
 
-    A buffer without elements can have any strides.
+    Raises ValueError if no strides give this shape. A buffer without elements can have any strides.
     """
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
@@ -239,7 +239,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # grow the smaller side; if symbols hide which side is smaller, extend the target first
+        while have != want:  # extends the smaller side, or the target if symbols hide which side is smaller
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

@@ -10,8 +10,8 @@ from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
 
-    Signals are counted separately per peer and `signal`. In the host's issue order, the n-th wait ends at the n-th signal. Buffers that
-    peers access are in windows, at the same offset on all ranks.
+    Signals are counted separately per peer and counter `signal`. In the order in which hosts issue them, the n-th wait waits for the n-th
+    signal. Buffers that peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
@@ -52,7 +52,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Signals the peer that the peer may now read the buffer, or may now write it. The second kind is a credit."""
+    """Signals the peer that the peer may now read the buffer, or that it may now write the buffer (a credit)."""
 
     signal: int
     peer: Expr
@@ -64,7 +64,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """The current stream waits for the peer's next signal with this number. After that, the buffer may be used."""
+    """Makes the current stream wait for the peer's next signal with this number. Afterwards the buffer may be used."""
 
     signal: int
     peer: Expr

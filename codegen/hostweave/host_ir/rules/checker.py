@@ -25,7 +25,7 @@ class Scope:
 
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop, if it may differ between ranks
+    steps: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -33,7 +33,7 @@ Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instructi
 
 @dataclass
 class Checker:
-    """Visits a program, and keeps the facts about its buffers, sizes, meshes and expressions that rules need."""
+    """Verifies a program instruction by instruction, and keeps the types, sizes and meshes that the rules need."""
 
     program: ir.HostProgram  # the main program, or a function as a separate program
     rules: Mapping[type[tree.Instruction], Rule]
@@ -86,7 +86,7 @@ class Checker:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
     def expect_separate_events(self, parts: tuple[ir.HostProgram, ...]) -> None:
-        """Checks that no two bodies use the same event. A wait must not match a record of another body."""
+        """Checks that no two bodies use the same event, because a wait could then match a record of another body."""
         users: dict[str, str] = {}
         for part in parts:
             for event in sorted(events_of(part.body)):
@@ -148,7 +148,7 @@ class Checker:
             for name in tree.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
-                self.freed.discard(name)  # another body may have used the name
+                self.freed.discard(name)  # an earlier body may have freed a buffer of this name
             for pool in tree.names(instruction, "stream", "fork", "join"):
                 self.declared(pool, self.program.streams, "streams")
             for pool in tree.names(instruction, "record", "wait"):
@@ -221,7 +221,8 @@ class Checker:
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks that its transport supports the communication, and that all executing ranks are members."""
+        """Channel of a communication. Checks that its transport supports the communication, and that it includes all ranks that execute the
+        communication."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
@@ -257,7 +258,7 @@ class Checker:
             self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
-        """Checks the cuts of the tensor that a buffer has."""
+        """Checks the cuts of the tensor whose blocks a buffer contains."""
         for cut in cuts:
             self.size(cut.size)
         actual, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
@@ -271,7 +272,7 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {actual} elements, not {expected}")
 
     def known(self, size: Size) -> Size:
-        """Replaces each local size by an exact quotient, if all ranks have equal shards."""
+        """Replaces each local size by a quotient if all ranks have equal shards, so that equal sizes are equal as text."""
         exact = dict[Factor, Size]()
         for part in size.factors:
             if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
@@ -279,7 +280,7 @@ class Checker:
         return size.replaced(exact)
 
     def with_equal_shards(self, size: Size) -> Size:
-        """Renames local sizes, so that two of them are equal if their global size and number of ranks are equal."""
+        """Renames the axes of local sizes, so that two local sizes are equal if their global sizes and numbers of ranks are equal."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})

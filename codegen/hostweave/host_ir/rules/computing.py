@@ -156,8 +156,8 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". The matmul must be one matrix product, whose rows
-    have equal distances in memory."""
+    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". The matmul must be a single matrix product, not a
+    batch, and the rows of dst must have equal distances in memory."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if a.dtype.itemsize == 1 and dst.dtype.name == "f32":
@@ -172,7 +172,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 
 def _rows_follow(type: BufferType) -> bool:
-    """True if all rows have equal distances, as in one matrix."""
+    """True if all rows have equal distances in memory, as in one matrix."""
     strides = strides_of(type)
     return all(outer == size * inner for outer, size, inner in zip(strides[:-2], type.shape[1:-1], strides[1:-1], strict=True))
 

@@ -1,4 +1,4 @@
-"""Verifier rules of instructions with bodies, and of streams, events, calls and meshes."""
+"""Verifier rules of loops, branches, groups, streams, events, calls and meshes."""
 
 from dataclasses import replace
 

@@ -100,8 +100,8 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Splits after the first communications, if computation follows before the next one. None if there is no such position, if
-        the body allocates or frees memory, or if the split would reorder a channel."""
+        """Splits after the first communications, before computation that another communication follows. None if there is no such position,
+        if the body allocates or frees memory, or if the split would reorder a channel."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
