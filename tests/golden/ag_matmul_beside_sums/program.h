@@ -52,11 +52,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
-  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
+  // Checks the inputs, allocates memory and makes plans for their shapes, and returns the output shapes. Call it on every rank
+  // before any rank runs. Throws hw::ArgumentError if an input has the wrong dtype, shape or device.
   OutputShapes prepare(const Inputs& in);
-  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
-  // the sizes are not those of the last `prepare`.
+  // Enqueues the program after earlier work on stream `caller`. Throws hw::ArgumentError for a wrong tensor, and
+  // hw::ExecutionError if the sizes differ from those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
