@@ -52,8 +52,9 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
 class ProgramPart:
     """A program, and the module's tensors that it reads. A call passes all other inputs by name.
 
-    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns is not contiguous,
-    so it cannot be read in place. If each rank of a group has the whole tensor, the program therefore reads the whole tensor.
+    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A program cannot read a block of
+    columns in place, because such a block is not contiguous. If each rank of a group has the whole tensor, the program reads the whole
+    tensor and slices it.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -127,7 +128,7 @@ class ProgramPart:
         return block  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """Names of tensors whose blocks are not contiguous, and of which each rank has all elements."""
+        """Names of the tensors that each rank has whole, but whose blocks are not contiguous."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()

@@ -114,8 +114,8 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """Returns a cache of zeros with the global sizes of a rank's cache. `whole` maps names to the global sizes of sharded dims. It has 0
-    for other dims."""
+    """Returns a cache of zeros with the global sizes of a rank's cache. `whole` maps the name of each tensor to its global sizes, with 0
+    for dims that are not sharded."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])

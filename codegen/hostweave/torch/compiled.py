@@ -230,7 +230,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns the keyword arguments of a call for one rank. A copy of its block replaces each whole tensor that is written."""
+        """Returns the keyword arguments of a call for one rank, with copies of the rank's blocks of all tensors that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [

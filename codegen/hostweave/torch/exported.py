@@ -139,7 +139,7 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
 
 
 def _without_gradients(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of a function that computes gradients. It raises ProgramError in this thread."""
+    """Returns a function that raises ProgramError in this thread instead of computing gradients by `own`."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors of a module, by their paths, and changes of them that do not reach a program."""
+"""Detects changes of a module's tensors that a compiled program would not see, such as a replaced parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Held:
-    """Tensors of a module that a program reads in place."""
+    """Tensors of a module that a program reads in place. The program sees writes to them, but not their replacement."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         self._places = [(path, *place_of(module, path)) for path in paths]
@@ -30,7 +30,7 @@ class Held:
 
 
 class Folded:
-    """Tensors of a module that a program does not read, because it has values that were computed from them at compile time."""
+    """Tensors that a program does not read. The program contains values that were computed from them at compile time."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
@@ -60,8 +60,7 @@ def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
 
 
 def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
-    """The module's dict that contains a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than one in the
-    module."""
+    """Returns the dict that contains a tensor, its key in the dict, and the tensor. Reading the dict is faster than getattr."""
     parent, _, key = path.rpartition(".")
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)
     held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)

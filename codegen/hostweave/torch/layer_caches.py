@@ -1,7 +1,8 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
 While a layer is traced, `Part` replaces `cache.layers` by a watched list, and an `Index` replaces the layer's `layer_idx`. The list records
-uses of the cache beyond the layer's own state. The `Index` records uses of its value other than selecting this state.
+if the layer uses the state of other layers. The `Index` records comparisons and arithmetic with the index, which may differ in another
+layer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ INDEX = "layer_idx"  # attribute with the index of a module of transformers in a
 
 
 class Index:
-    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int is
-    accepted."""
+    """An int that records how it is used. `equals` tells if a use of another int would have had the same results."""
 
     __class__: type = int
 
@@ -36,7 +36,7 @@ class Index:
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if the recorded uses have the same results with another int."""
+        """True if all recorded comparisons have the same result with another int. After any other use the ints must be equal."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)

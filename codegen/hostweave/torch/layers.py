@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module. Its nodes are consecutive. `arguments` are the outer values that they read, and `results` are their values that
-    other nodes read."""
+    """A repeated module. Its nodes are consecutive. `arguments` are values of other nodes that the module reads, and `results` are its
+    values that other nodes read."""
 
     path: str
     name: str
@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with the result of the first layer that equal layers read instead of it, or with None."""
+        """Pairs each argument with the result of the first layer that is this argument of the next layer, or with None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 

@@ -136,7 +136,7 @@ def symbolic() -> Iterator[list[Location | None]]:
 
 
 def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of access by brackets. A tensor without dims as index selects a view, as an int does."""
+    """Returns a variant of `__getitem__`. With a tensor without dims as index, it returns a view, as with an int."""
 
     def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]

@@ -14,7 +14,7 @@ from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
 
 KEPT = 16  # maximum number of ranges that have a program; each program has separate memory
-_MEET = 64  # ranks agree at calls 1, 2, 4 and so on of a range, and later at every 64th call
+_MEET = 64  # ranks ask each other if all have compiled a part at calls 1, 2, 4, ..., and later at every 64th call
 
 
 class Computes(Protocol):
@@ -28,9 +28,8 @@ P = TypeVar("P", bound=Computes)
 
 class Ranges(Generic[P]):
     """Parts of a module for ranges of sizes. A range extends from a power of four to the next. The first call in a range starts the
-    compilation of its part, for the sizes of that call. A part is used only if the cost model overlaps communication at its sizes. In a
-    group, it is used only after all ranks have compiled it, so that all run the same program.
-    """
+    compilation of its part, for the sizes of that call. Calls use a part only if it overlaps communication. In a group, all ranks must have
+    compiled it before."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
         """`compile` compiles the part for typical sizes. It runs in a separate thread."""
@@ -70,7 +69,7 @@ class Ranges(Generic[P]):
         return made.result()
 
     def wait(self) -> None:
-        """Waits until the parts for all ranges that calls were in are compiled."""
+        """Waits until the parts of all ranges are compiled for which calls were made."""
         for made in list(self._parts.values()):
             made.result()
 

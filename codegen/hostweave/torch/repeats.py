@@ -97,7 +97,7 @@ class _First:
 
 
 class Repeats:
-    """Traces equal layers of a module only once, inside the `with` block of `standing_in`. `how` describes each layer's trace, by path."""
+    """Traces equal layers only once, inside the `with` block of `standing_in`. `how` maps a layer's path to how it was traced."""
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}

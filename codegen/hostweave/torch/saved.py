@@ -87,8 +87,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the same values, namely those that most of the layers save. Layers may differ, because the min cut is not
-    unique. Returns False if nothing changes."""
+    """Makes equal layers save the same values: those that most layers save. They may differ, because the minimum cut is not unique. Returns
+    False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():

@@ -19,7 +19,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """Kind of scales for each linear that the plan or the patterns name, by path. Raises ProgramError if a pattern does not fit."""
+    """Maps the path of each linear that the plan or the patterns select to its kind of scales. Raises ProgramError for a wrong pattern."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
@@ -52,7 +52,7 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 @contextmanager
 def with_quantized_linears(module: nn.Module) -> Iterator[None]:
-    """Makes linears of transformers with 8-bit weights one op inside the `with` block. Otherwise they call Triton kernels."""
+    """Inside the `with` block, linears of transformers with 8-bit weights are traced as one op. Without it they call Triton kernels."""
     with ExitStack() as stack:
         for of in {type(part) for part in module.modules()}:
             if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:

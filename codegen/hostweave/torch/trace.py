@@ -257,7 +257,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if each program input of a layer has the same type as the value that equal layers read instead of it."""
+    """True if each program input that a layer reads has the type of the value that the next equal layer reads in its place."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """One number per dim. A single number applies to all dims."""
+    """Returns one number per dim, from such a list or from a single number for all dims."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
