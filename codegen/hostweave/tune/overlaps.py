@@ -356,12 +356,18 @@ def _first_use(ops: Sequence[Op], position: int) -> int:
 
 
 def needed_by_large(ops: Sequence[Op]) -> set[str]:
-    """Values on which matmuls, attention, communications, loops and calls depend, directly or indirectly."""
+    """Values on which large ops depend, directly or indirectly."""
     needed: set[str] = set()
     for op in reversed(ops):
-        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
+        if _is_large(op) or op.result.name in needed:
             needed.update(op.tensors)
     return needed
+
+
+def _is_large(op: Op) -> bool:
+    """True for matmuls, attention, communications, loops, and calls of functions with such ops. An optimizer's update has none."""
+    is_large_call = op.callee is not None and any(map(_is_large, op.callee.ops))
+    return communicates(op) or op.result.stream is not None or op.kind in PRODUCTS or is_large_call
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:

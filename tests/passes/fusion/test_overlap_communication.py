@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fusion_text import check, fusion
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.rewriting import in_order
 from hostweave.options import Options
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.pipeline import lower
@@ -284,3 +287,31 @@ def test_a_reduce_scatter_that_overlaps_with_products() -> None:
         options = Options(sizes=dict.fromkeys("MNK", size), machine=machine)
         text = str(overlap_communication(fusion(inputs, ops, "x=2"), options))
         assert f"%dx: bf16[M@x, K] {by} = reduce_scatter" in text, (size, by)
+
+
+def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
+    """An optimizer's update is a call without large ops. The product of its gradient fills the time of the next communication."""
+
+    @hw.block(w=hw.bf16["N@x", "K"], gradient=hw.bf16["N@x", "K"])
+    def update(w: hw.Tensor, gradient: hw.Tensor) -> hw.Tensor:
+        return w - gradient * 0.5
+
+    program = fusion(
+        "%dy: bf16[M, N@x], %w: bf16[N@x, K], %z: bf16[M@x, K], %v: bf16[K, K]",
+        """%t: bf16[N@x, M] = permute_dims(%dy, axes=(1, 0))
+        %g: bf16[M, K] = all_gather(%z, dim=0, axes=(x))
+        %h: bf16[M, K] = matmul(%g, %v)
+        %dw: bf16[N@x, K] = matmul(%t, %h)
+        %p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
+        %dx: bf16[M, K] = all_reduce(%p, axes=(x), reduction=sum)
+        %y: bf16[M, K] = matmul(%dx, %v)""",
+    )
+
+    @hw.fusion(mesh=hw.Mesh(x=8), w=hw.bf16["N@x", "K"], gradient=hw.bf16["N@x", "K"])
+    def step(w: hw.Tensor, gradient: hw.Tensor) -> hw.Tensor:
+        return update(w, gradient)
+
+    (call,) = (op for op in step.ops if op.callee)
+    call = replace(call, operands=("w", "dw"), result=replace(call.result, name="updated"))
+    made = overlap_communication(in_order(program, [*program.ops, call]), Options())
+    assert [op.result.name for op in made.ops] == ["t", "g", "h", "p", "dx", "dw", "y", "updated"]
