@@ -156,7 +156,7 @@ bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   const bool of_blocks = is_of_blocks(scaling.a);
   if (terms % kScaledStep != 0 || columns % kScaledStep != 0 || (of_blocks && rows % kScalesStep != 0)) return false;
   if (scaling.a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return rows > kFewRows || terms < kManyTerms;
-  return rows > kFewRows && (columns > kManyColumns || (of_blocks ? columns < kFewColumns : terms < kFewTerms));
+  return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
 }
 
 // True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
