@@ -56,7 +56,7 @@ TEMPLATES = {
     ir.BY_SHORT_ROW: replace(_OF_ROW, grid="hw::grid_of_elements({together})", bounds=""),
     ir.BY_TILE: Templates(
         loop="hw::transpose{width}({rows}, {columns}, {result}, {pitch}, [&](int64_t {first}, int64_t {last})",
-        grid="hw::grid_of_tiles({rows}, {columns})",
+        grid="hw::grid_of_tiles<{bytes}>({rows}, {columns})",
         bounds="hw::kThreads, hw::kTransposing",
         closing=");",
     ),
@@ -135,6 +135,7 @@ class LoopPrinter:
             first=self.names[loops.kept[0]],
             last=self.names[loops.kept[-1]],
             result=self.transposed,
+            bytes=loops.memory[loops.transposed].dtype.itemsize if loops.transposed else "",
             pitch=size(loops.stride(loops.transposed, loops.along)) if loops.transposed else "",
         )
 
@@ -246,6 +247,12 @@ class LoopPrinter:
     def row_terms(self, place: str) -> list[tuple[str, Size]]:
         """Terms of the offset of a row's first element."""
         return [term for term in self.terms(place) if term[0] != self.names[self.ir.along]]
+
+    def prefetch(self, pointer: str, place: str) -> str:
+        """Statement that prefetches the next row of a thread group."""
+        following = f"{self.row}.next({self.element}, {self.text('{count}')})"
+        terms = [(following if index == self.element else index, stride) for index, stride in self.row_terms(place)]
+        return f"{self.row}.prefetch({self.shifted(pointer, terms)});"
 
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
         """C++ pointer to the element with the given offset terms, such as `x + i * N + j`."""

@@ -55,7 +55,8 @@ class EmittedKernel:
         loads = {name: f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows}
         # Declarations of rows that threads keep in registers for the whole kernel, of decomposed indices, and of the other held rows.
         self.once = tuple(loads.pop(name) for name in of.ir.once)
-        self.indices = (*before, *of.loops.declarations(), *loads.values())
+        ahead = [of.loops.prefetch(of.pointers[name], name) for name in loads if of.ir.once and len(of.ir.kept) == 1]
+        self.indices = (*before, *of.loops.declarations(), *loads.values(), *ahead)
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # The parameter whose terms come from several ranks; the kernel all-reduces them.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")

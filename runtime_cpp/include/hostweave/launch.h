@@ -101,9 +101,10 @@ inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
 // One block per tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
-// One block per tile that is transposed.
+// One block per tile that is transposed, for results of kBytes bytes per element.
+template <int kBytes>
 constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
-  return {smaller(ceil_div(rows, kTransposed) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
+  return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
 // Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work and run at once. Large

@@ -19,28 +19,37 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
   }());
   constexpr int kPadding = sizeof(Word) / sizeof(T);                   // columns begin in different banks
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // per store
-  __shared__ alignas(16) T tile[kTransposed][kTransposed + kPadding];
+  constexpr int kRows = kTileRows<sizeof(T)>, kElements = kRows * kTransposed;
+  constexpr int kUnrolled = kWidth > 1 ? kElements : 1;
+  __shared__ alignas(16) T tile[kTransposed][kRows + kPadding];
   const bool is_wide = pitch % kStored == 0 && aligned(to);
   // The number of a tile fits in 32 bits, which are faster to divide.
   const auto across = static_cast<uint32_t>((columns + kTransposed - 1) / kTransposed);
-  const int64_t down = (rows + kTransposed - 1) / kTransposed;
+  const int64_t down = (rows + kRows - 1) / kRows;
   for (int64_t number : over_blocks(down * across)) {
-    const int64_t i = int64_t{static_cast<uint32_t>(number) / across} * kTransposed;
+    const int64_t i = int64_t{static_cast<uint32_t>(number) / across} * kRows;
     const int64_t j = int64_t{static_cast<uint32_t>(number) % across} * kTransposed;
     const int64_t height = rows - i, length = columns - j;  // size of the tile, which is smaller at the edge
+    const auto fill = [&](auto is_inside) {
+#pragma unroll kUnrolled
+      for (int at = 0; at < kElements; at += kThreads * kWidth) {
+        const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
+        if (is_inside(row, column)) {
+          const Values<T, kWidth> values = converted<T>(compute(i + row, j + column));
 #pragma unroll
-    for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kWidth) {
-      const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
-      if (row < height && column < length) {
-        const Values<T, kWidth> values = converted<T>(compute(i + row, j + column));
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) tile[column + e][row] = values[e];
+          for (int e = 0; e < kWidth; ++e) tile[column + e][row] = values[e];
+        }
       }
+    };
+    if (height >= kRows && length >= kTransposed) {
+      fill([](int, int) { return true; });  // without conditions, all loads of a thread are in flight together
+    } else {
+      fill([&](int row, int column) { return row < height && column < length; });
     }
     __syncthreads();
 #pragma unroll
-    for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kStored) {
-      const int column = (at + threadIdx.x * kStored) / kTransposed, row = threadIdx.x * kStored % kTransposed;
+    for (int at = 0; at < kElements; at += kThreads * kStored) {
+      const int column = (at + threadIdx.x * kStored) / kRows, row = threadIdx.x * kStored % kRows;
       T* const first = to + (j + column) * pitch + i + row;
       if (column < length && is_wide && row + kStored <= height) {
         Values<Word, kWords> words;
