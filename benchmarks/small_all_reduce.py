@@ -91,7 +91,7 @@ def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
             for name, call in calls.items():
                 _expect(f"{name}, {rows} rows", call(), wanted)
             yield calls
-        torch.compiler.reset()  # it compiles a function for a few shapes only
+        torch.compiler.reset()  # because torch compiles a function for only a few shapes
     for program in programs.values():
         program.close()
 
@@ -150,7 +150,7 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
 
     torch.manual_seed(rank)
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    with redirect_stdout(StringIO()):  # it prints its addresses
+    with redirect_stdout(StringIO()):  # FlashInfer prints addresses
         _, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, max(all_rows), WIDTH, group=dist.group.WORLD)
     unused = dict.fromkeys(("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
     fixed = {"world_size": ranks, "world_rank": rank, "hidden_dim": WIDTH, "workspace_ptrs": workspace, "rms_gamma": n, "rms_eps": 1e-6}
@@ -177,7 +177,9 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
 
         with torch.no_grad():
             wanted = _in_torch(_first_term, _step, x, n, factors)
-            ways = {name: is_one_shot for name, is_one_shot in FLASHINFER.items() if is_one_shot or rows > ranks}  # its own condition
+            ways = {
+                name: is_one_shot for name, is_one_shot in FLASHINFER.items() if is_one_shot or rows > ranks
+            }  # two-shot needs these rows
             calls: Calls = {f"FlashInfer {name} in a graph": in_a_graph(partial(steps, is_one_shot)) for name, is_one_shot in ways.items()}
             for name, call in calls.items():
                 _expect(f"{name}, {rows} rows", call(), wanted)

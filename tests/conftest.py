@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
-        # On one core, it takes longer to compile the runtime's kernel files in parts than whole.
+        # On one core, the kernel files of the runtime compile faster as a whole than in parts.
         pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")

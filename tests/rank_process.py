@@ -1,14 +1,14 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
     python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
-    python rank_process.py kinds PROVIDER [TARGET]      runs a program of each kind of communication; `few` runs two of them
-    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, prints why, and continues in a new world; with
+    python rank_process.py kinds PROVIDER [TARGET] runs one program for each kind of communication; `few` runs only two python
+    rank_process.py PROGRAM PROVIDER [TARGET] calls it until the group fails, prints why, and continues in a new world; with
                                                         ENDS set, exits after one call, by an exception or with this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and prints if the result is right, or why it failed
     python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
 
-PROGRAM may be `chosen`: a chunk loop of puts that the compiler chose, at sizes that it divides and at others. With the prefix
-`captured:`, calls are graph launches. PROVIDER is environment, mpi, torch (under torchrun), or store (only a torch.distributed
+PROGRAM may be `chosen`: a chunk loop of puts that the compiler chose, at multiples of the number of chunks, and at other sizes. With the
+prefix `captured:`, calls are graph launches. PROVIDER is environment, mpi, torch (under torchrun), or store (only a torch.distributed
 store).
 """
 

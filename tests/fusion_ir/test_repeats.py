@@ -63,7 +63,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
-    """Calls take numbers of one tensor one after the other, as layers take seeds of random numbers."""
+    """Each call takes the next number of one tensor, as layers take their seeds of random numbers."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
     def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
@@ -298,7 +298,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Layers, and calls in the opposite order that take the values before and after each layer, as a backward pass does."""
+    """Calls of layers, and then calls in reverse order, which read the input and the result of each layer, as a backward pass does."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -337,7 +337,7 @@ def test_each_call_reshards_its_tensor_of_a_group() -> None:
 
 
 def test_a_value_between_calls_of_tied_weights_is_used() -> None:
-    """The calls of the repeat are not as many as the tensors of a group."""
+    """The number of calls of the repeat differs from the number of tensors of a group."""
     model = taken_again((), order=(0, 0, 1, 2, 3))
     check(lower(model, Options()), fusion=model)
 

@@ -77,7 +77,7 @@ def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: hw.DType) -> None:
-    """Rows whose elements do or do not fill packets, up to the largest size, and beyond it, where NCCL reduces."""
+    """Sizes that fill whole packets, sizes that do not, the largest size for a kernel, and a larger size, which NCCL reduces."""
     programs = [(width, reducing(width, dtype)) for width in (8192, 96, 31)]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -175,7 +175,7 @@ class RowsOf:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(dtype: hw.DType) -> None:
-    """Blocks that do or do not fill vectors, up to the largest size, and beyond it, where NCCL is used."""
+    """Sizes that fill whole vectors, sizes that do not, the largest size for a kernel, and a larger size, for which NCCL is used."""
     program = exchanging(dtype)
     largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
 

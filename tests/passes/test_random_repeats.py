@@ -98,8 +98,8 @@ class Repeats(Donating):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
-        """Results of further calls, one for each earlier call. An argument of a further call is the value before or after the earlier call,
-        or both are arguments. May be empty."""
+        """Results of further calls, one for each earlier call, whose arguments are the input of the earlier call, its result, or both. May
+        be empty."""
         draw = Random(~self.seed)  # separate generator, so that other choices stay the same
         if draw.random() < 0.6:
             return ()

@@ -125,8 +125,8 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, way: str) -> None:
-    """A rank attends to half of each other rank's keys: all rows to the first half of the keys, or the second half of the rows to
-    all keys.
+    """A rank computes half of the scores for the keys of each other rank: all rows with the first half of the keys, or the second half of
+    the rows with all keys.
     """
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
     program = compiled(fusion, options=options)

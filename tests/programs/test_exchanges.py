@@ -71,7 +71,7 @@ def test_blocks_of_different_sizes_are_gathered_first(size: int | str, ranks: tu
 
 
 def test_a_part_is_copied_before_others_read_it() -> None:
-    """A slice is copied before peers read its elements, because its offset differs between peers."""
+    """A slice is copied to a buffer before peers read it, because its offset is not the same on all ranks."""
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
     def turned(x):  # type: ignore[no-untyped-def]

@@ -394,7 +394,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool
             place = k * slots + number % slots
             if number <= exchanges and sent[k] < number:
                 if got[k] < landing[place] or (landing[place] and done[peer] < landing[place]):
-                    return True  # the peer has not read the packet yet, or may read it again
+                    return True  # the peer has not read the old packet yet, or may read it again
                 following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
             number = done[peer] + 1
             is_there = sent[k] >= number if flags else landing[k * slots + number % slots] == number

@@ -189,7 +189,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """Calls whose sizes a chosen loop does not divide run sequentially, with every method of calling."""
+    """Calls with sizes that are not multiples of the number of chunks run sequentially, with every method of calling."""
     random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
     given, threads = arrays(), hw.Threads(ranks)

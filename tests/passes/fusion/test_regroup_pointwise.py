@@ -45,7 +45,8 @@ def test_a_value_that_is_returned_or_multiplied_keeps_its_shape() -> None:
 
 
 def test_operands_that_are_broadcast() -> None:
-    """A scalar and a vector along a dim that stays need no reshape. An input gets one, which is a view."""
+    """A scalar, and a vector along an unchanged dim, are broadcast without a reshape. An input with all dims gets a reshape, which is a
+    view."""
 
     def f(x: hw.Tensor, v: hw.Tensor, y: hw.Tensor, s: hw.Tensor) -> hw.Tensor:
         h = hw.reshape(hw.exp(x), 3, 4, 8)
@@ -54,12 +55,12 @@ def test_operands_that_are_broadcast() -> None:
     sizes: dict[str, Any] = {"x": X, "v": hw.f32[8], "y": hw.f32[3, 4, 8], "s": hw.f32[()]}
     assert launches(f, **sizes) == 1
     assert launches(f, **{**sizes, "y": hw.f32[3, 4, 1]}) == 1
-    assert launches(f, **{**sizes, "y": hw.f32[3, 1, 8]}) == 1  # the first kernel moves instead, because y is not in its shape
+    assert launches(f, **{**sizes, "y": hw.f32[3, 1, 8]}) == 1  # y cannot be reshaped, so the ops before the reshape move
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
-    """The ops stay if they would no longer fuse with a kernel that reads their value."""
+    """The ops do not move across the reshape if they would then not fuse with another kernel that reads their value."""
 
     def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
         h = hw.tanh(hw.reshape(hw.exp(x), 3, 4, 8))

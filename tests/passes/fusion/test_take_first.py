@@ -1,4 +1,5 @@
-"""The pass take_first: few elements are taken from the operands of a pointwise op, so that its result is not written."""
+"""The pass take_first: if only few elements of a pointwise op are used, they are taken from its operands, so the whole result is not
+written."""
 
 from __future__ import annotations
 

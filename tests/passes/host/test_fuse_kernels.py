@@ -535,7 +535,7 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
 
 
 def of_rows(first: str, second: str) -> int:
-    """Number of kernels of two reductions over the dims of the same input."""
+    """Number of kernels for two reductions of the same input."""
 
     def reduced(of: str, x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, (0, 1)) if of == "columns" else hw.max(x, 2)

@@ -326,8 +326,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Two bools for the time at which `first` of an iteration starts: True if `last` of the previous iteration has ended, and True if the
-    launch of `last` has ended."""
+    """Two sets of answers, over all iterations but the first. Does `last` of the previous iteration happen before `first` of this one? Does
+    the launch of the previous iteration?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
