@@ -1,4 +1,4 @@
-"""Alignment of matmuls. cuBLASLt uses much slower kernels if rows do not begin and end at multiples of 16 bytes."""
+"""Finds matmuls whose rows do not begin and end at multiples of 16 bytes, for which cuBLASLt uses much slower kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of eac
 
 @dataclass(frozen=True)
 class Unaligned:
-    """A matmul that is not aligned, although all of its sizes are known."""
+    """A matmul with unaligned sizes or rows. All of its sizes are known."""
 
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
-    dims: tuple[str, ...]  # dims among k, m and n whose size is not a multiple of `step` but would have to be
+    dims: tuple[str, ...]  # dims k, m and n whose size would have to be a multiple of `step`, and is not
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
-    gain: float  # seconds that the aligned part would save, less the time of the other parts
+    gain: float  # seconds saved by an aligned matmul, minus the seconds of the matmuls of the remaining rows, columns and terms
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def as_matmul(i: tree.Instruction) -> ir.Matmul | None:
 
 
 def unaligned(i: ir.Matmul, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul that is slow because it is not aligned. None for other matmuls, and if sizes are unknown."""
+    """Describes a matmul that is slow because it is not aligned. None for other matmuls, or if sizes are unknown."""
     matrices = {field: types[getattr(i, field)] for field in SIDES}
     a, b, dst = matrices.values()
     known = [size for type in matrices.values() for size in (*type.shape, *strides_of(type))]
@@ -54,7 +54,7 @@ def unaligned(i: ir.Matmul, types: Mapping[str, BufferType], machine: Machine) -
     if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the product of the remaining indices of a dim reads or updates
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the matmul of the remaining indices of each dim reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

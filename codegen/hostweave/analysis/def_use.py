@@ -1,7 +1,7 @@
 """Def-use of a host program: the instructions that read and write each buffer, and their streams.
 
-Passes see programs in which all names are unique. In other programs, two bodies may use one name for different buffers; a lookup then finds
-the last one.
+In programs that passes transform, all names are unique. In other programs, two bodies may use one name for different buffers; a lookup then
+finds the last one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction and its position: its index in `tree.walk`, its body, its index there, and the enclosing instructions, outermost
-    first.
+    """An instruction and its position: its number in `tree.walk`, its body, and the enclosing instructions, outermost first.
 
-    `statement` is the number of the enclosing group, whose members the host enqueues together. Without a group it is the instruction's
-    number.
+    `statement` is the number of the enclosing group, because the host enqueues the members of a group together. Outside of groups,
+    `statement` is the instruction's own number.
     """
 
     instruction: tree.Instruction
@@ -103,7 +102,7 @@ class DefUse:
         return place
 
     def root(self, name: str) -> str:
-        """Alias root of a buffer: the parameter or allocation in whose memory it is."""
+        """Alias root of a buffer or view: the parameter or allocation whose memory it names."""
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
@@ -112,7 +111,7 @@ class DefUse:
 
     def is_whole(self, name: str) -> bool:
         """True if a buffer covers all of its parameter or allocation, with the elements in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory covers all of the donated input
+        while (source := self.roots.source(name)) and name in self.views:  # stops at an output in donated memory, which covers all of it
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source
@@ -124,8 +123,8 @@ class DefUse:
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body, without the instructions of `gone`. Each entry of `before` inserts its instructions before the instruction
-        that is its key. Instructions are named by their number."""
+        """The program's body without the instructions whose numbers are in `gone`. `before` maps the number of an instruction to the
+        instructions to insert before it."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 

@@ -1,4 +1,4 @@
-"""Invariants of the host IR. Each holds after one pass, or until another pass. `pipeline.py` lists them, and checks them after each pass.
+"""Invariants of the host IR. `pipeline.py` lists from which pass to which pass each one holds, and checks them after each pass.
 
 Each function raises ProgramError if its invariant does not hold.
 """
@@ -13,7 +13,7 @@ from hostweave.types.size import Size
 
 
 def kernels_are_single(program: ir.HostProgram) -> None:
-    """Each kernel has one index space, so that one launch computes it."""
+    """Each kernel has one index space. Passes may rely on `iteration` for every kernel."""
     for kernel in program.kernels:
         try:
             iteration(kernel)

@@ -20,7 +20,7 @@ class NotOneKernel(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """Range that one operand of a concat or pad occupies along one dim of the result."""
+    """Range of indices along one dim of a concat's or pad's result that one operand fills."""
 
     dim: int
     index: str | None  # index of the result's dim
@@ -37,14 +37,14 @@ class Iteration:
     `indices` gives the index of each dim of every value, or None for a dim of one element. A reduction reads values with `kept` and
     `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all that are not reduced.
 
-    A dim of an operand of a concat or pad is called a part, and has a name. Its index is the index of the result's dim.
+    A joined or padded dim of a concat's or pad's operand is called a part, and has a name. Its index is that of the result's dim.
     """
 
     sizes: dict[str, Size]  # size of each index, in the order in which the inputs first use it
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # for each value with data-dependent reads, the dim that they index: no loop iterates over it
+    lanes: dict[str, int]  # value that is read at data-dependent indices -> the indexed dim, over which no loop iterates
     parts: dict[str, dict[str, str]]  # value -> index -> name of the part, for dims that are parts
     joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the ranges of every operand
 
@@ -70,7 +70,7 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 class _Dims:
-    """Union-find over dims that share an index, and the containment of parts in larger dims."""
+    """Union-find over dims that share an index, and a map from each part to the dim of the result that contains it."""
 
     def __init__(self) -> None:
         self.same: dict[DimOfValue, DimOfValue] = {}
@@ -87,14 +87,14 @@ class _Dims:
                 self.same[other] = self.first(dims[0])
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
-        """Records that `part` is a part of `whole`. Called after all dims are joined. Raises NotOneKernel if `part` would be a part of two
-        dims, or of itself."""
+        """Records that `part` is a part of `whole`. The caller has joined all dims that share an index. Raises NotOneKernel if `part` would
+        be a part of two dims, or of itself."""
         part, whole = self.first(part), self.first(whole)
         if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """Follows the containment up to a dim that is not a part, or up to `last`."""
+        """The dim that contains `dim` and is not itself a part, or `last` if the search reaches it first."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
@@ -153,8 +153,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has ops besides that op and the iota of its rows. Also
-    raises it if a value is read at data-dependent positions, and the kernel computes the value or iterates over it."""
+    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel also has ops that are not the iota of its rows. Also
+    raises it if the kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
@@ -187,7 +187,7 @@ def _labelled(
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim replaces this size
+                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim later replaces this one
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)
@@ -197,7 +197,7 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op. Also maps each operand with data-dependent reads to the dim that they index."""
+    """Lists of dims that share one index of the op, and a map from each operand with data-dependent reads to the indexed dim."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
@@ -233,7 +233,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs of an operand's index and a result's index, where the result is the operand after an update in place."""
+    """Index of an operand and index of a result, for each result that is an operand after an update in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]

@@ -19,7 +19,7 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """Begin of the live range of the buffers of an `allocate`.
+    """An `allocate`: the live range of its buffers begins.
 
     In a stream block, each of the first `slots` streams of the pool has one buffer. Elsewhere there is one buffer.
     """
@@ -48,14 +48,14 @@ class JoinEvent:
 
 @dataclass(frozen=True)
 class CallEvent:
-    """Call of a function, with all its temporaries."""
+    """Call of a function: the live ranges of its temporaries begin and end."""
 
     function: str
 
 
 @dataclass(frozen=True)
 class OnRanks:
-    """Events that only the ranks of a mesh have."""
+    """Events that occur only on the ranks of a mesh."""
 
     mesh: Mesh
     steps: MemoryEvents
@@ -132,7 +132,7 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Drops ends that no later begin can use, ends before a join of the same pool, and joins of pools without buffers."""
+    """Removes ends whose bytes no later begin can reuse, ends directly before a join of their pool, and joins of pools without buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []

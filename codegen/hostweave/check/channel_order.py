@@ -1,11 +1,11 @@
 """Finds communications of one rank that must be ordered but are not. Communications on different channels must be ordered, and so must
 kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
 
-If a rank's communications are unordered, a device may start them in a different order on every rank. On a transport that occupies
-multiprocessors, each communication occupies a part of the device while it waits for its peers. Signals are only counted, so a wait cannot
-distinguish a signal from another signal that overtook it. Element counts are exchanged through memory that all streams of a rank share. A
-CUDA graph may execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep
-the order in which the host issues them.
+Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
+peers can then deadlock. Ranks also exchange element counts through memory that all streams of a rank share.
+
+Signals are only counted, so a wait cannot tell a signal from another one that overtook it. A CUDA graph may execute its branches one after
+another, in any order that its edges allow. Signals and waits must then still be in the order in which the host issues them.
 """
 
 from collections import defaultdict
@@ -21,18 +21,17 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, the last communication that it has posted, by channel and stream. That communication is ordered after all earlier ones
-    on its channel and stream.
+    """For each rank, channel and stream, the last communication that the rank has posted. Earlier ones precede it in the stream.
 
-    A library orders the communications of one channel. It does not order kernels that exchange data themselves.
+    A library orders the communications of one channel, but not the kernels that themselves exchange data.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns earlier communications that may still run. On the channel of
-        the task, it returns only kernels that exchange data."""
+        """Records the communications of a task that starts at `clock`. Returns earlier communications on other channels, and earlier
+        kernels that exchange data on any channel, that may still run."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
@@ -84,7 +83,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
-    """Key of a rank's operations. Equal for two ranks that differ only in the ranks of their peers."""
+    """Key of a rank's operations, equal for ranks whose operations differ only in the numbers of their peers."""
     numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
     return tuple(
         [
@@ -101,7 +100,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """Communications and groups that, on some rank, must be ordered with another one but are not."""
+    """Communications and groups that must be ordered with another one, but are not on some rank."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.may_be_serialised for channel in used) < 2 and not program.has_signals:
         return set()

@@ -32,11 +32,14 @@ def check(
     stages: Stages | None = None,
     max_elements: float = MAX_ELEMENTS,
 ) -> tuple[str, ...]:
-    """Raises ProgramError for the first fault of `program`, on any rank of its mesh. `sizes` are by default several small ones.
+    """Checks a program, by default at several small sizes. Returns descriptions of parts that were not checked: lines that never ran, user
+    kernels, and sizes at which results were not compared.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
     after each pass, to find the pass that introduced a fault. The comparison is skipped for sizes at which the fusion computes more than
-    `max_elements` elements. Returns descriptions of the parts that were not checked: lines that never ran, and user kernels.
+    `max_elements` elements.
+
+    Raises ProgramError for the first fault on any rank.
 
     A fault is one of these:
 
@@ -53,9 +56,9 @@ def check(
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
     If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
-    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
-    streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the receiver has waited for the
-    first. A CUDA graph may depend on the last two rules.
+    in the first call. Three more rules then hold. The puts, signals and waits of a rank must be totally ordered. The program must end if
+    each device executes all streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the
+    receiver has waited for the first. CUDA graphs need the last two rules.
     """
     calls = 2 if program.has_signals else 1
     results = None
@@ -89,8 +92,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of uninitialised or overwritten bytes, and the write that overwrote them, if any. Reported only if there is no
-        # race, because the error of a race is more specific.
+        # the first read of uninitialised or overwritten bytes, and the write that overwrote them, if any; reported only if there is no
+        # race, because the error of a race is more specific
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -145,7 +148,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Raises ProgramError if two accesses of one task, which are concurrent, overlap."""
+        """Raises ProgramError if two accesses of one task overlap and one is a write. Accesses of one task are concurrent."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
@@ -157,8 +160,8 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may write the memory that it reads. Its class may allow this, or it reads and writes element by
-        element."""
+        """True if an instruction may write the memory that it reads, because its class allows this or because it reads and writes element
+        by element."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):
@@ -171,7 +174,7 @@ class _Checker:
         return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Raises the error of a race. The message names the later operation first, because this operation should have waited."""
+        """Raises the error of a race. The message first names the operation that is issued later, because this one should have waited."""
         if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
             task_access, conflict = conflict, task_access
         part, access, other = task_access.part, task_access.access, conflict.part
@@ -215,7 +218,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# Users of the memory before and after the call, on the caller's stream.
+# use of each kind of memory on the caller's stream, before and after the call
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",

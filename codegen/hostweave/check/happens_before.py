@@ -1,12 +1,12 @@
 """Happens-before: simulates the operations of all ranks in one legal order, and computes for each the earlier operations that are known to
 have ended.
 
-A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started. On a
-rendezvous transport, its receivers must have started, too.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started and, on a
+rendezvous transport, its receivers too.
 
-Two orders are used. The first finds races. It consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
-that streams, events and arriving data prove to have ended. The second order finds deadlocks. It also contains the order in which a rank
-posts its communications, because a device may serialise communication kernels of different streams.
+Two orders are used. The order that finds races consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
+that streams, events and arriving data prove to have ended. The order that finds deadlocks also contains the order in which a rank posts its
+communications, because a device may serialise communication kernels of different streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Clock = list[int]  # a vector clock: for each stream of each rank, the number of
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives. When the receiving task ends, its clock is merged with the clocks that the senders had at their start."""
+    """Data that a task receives from `senders`. At its end, the task's clock is merged with the clocks at which the senders started."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -32,7 +32,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """Operation `number` of a stream, counted from 1. The first task of the caller's stream stands for all work before the call."""
+    """Operation `number` of a stream, counted from 1. Task 1 of the caller's stream stands for all work before the call."""
 
     operation: Operation
     stream_id: int

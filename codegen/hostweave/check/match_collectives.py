@@ -1,5 +1,5 @@
-"""Matches communications. The n-th send of one rank to another matches the n-th recv there. The n-th collectives of the ranks of a process
-group match each other."""
+"""Matches communications. The n-th send of rank a to rank b matches the n-th recv of b from a. The n-th collectives of the ranks of a
+process group match each other."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MatchedCommunications:
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
-        """Parts from which this part receives data or a signal."""
+        """Parts from which a part receives data or a signal."""
         if self.is_signal:
             return self.parts[:1] if part is self.parts[1] else ()
         if not any(access.writes for access in part.accesses):
@@ -41,7 +41,7 @@ class MatchedCommunications:
         return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
 
     def awaited(self, part: Operation) -> tuple[Operation, ...]:
-        """Parts that must start before this part can end."""
+        """Parts that must start before a part can end."""
         assert part.channel is not None
         return self.parts if part.channel.transport.is_rendezvous else self.sources(part)
 
@@ -54,8 +54,8 @@ class MatchedCommunications:
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
     """All matched communications of the simulated calls.
 
-    Raises ProgramError for an unmatched send, recv, signal or wait. Raises ProgramError if a send and its recv have different counts or
-    dtypes. Raises ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for an unmatched send, recv, signal or wait, and for a send and recv with different counts or dtypes. Raises
+    ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     # by channel, sender, receiver and signal number
@@ -164,8 +164,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     """Raises ProgramError if ranks would wait for each other forever when each device executes all streams as one queue. Only programs with
     signals are checked.
 
-    A wait for a signal blocks a hardware queue, which several streams may share. CUDA_DEVICE_MAX_CONNECTIONS is the number of queues, and
-    may be 1. A queue executes in the order of issue. In a CUDA graph, signals do not accumulate: a sender may signal again only after the
+    A wait for a signal blocks a hardware queue, which executes in the order of issue and may be shared by several streams. There may be
+    only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
     receiver has waited for the previous signal.
     """
     signals = [matched for matched in matches if matched.is_signal]

@@ -21,7 +21,7 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: 
 
 
 class Pieces:
-    """Partition of a buffer into pieces, such that every access covers whole pieces. The bytes of a piece need not be adjacent."""
+    """Partition of a buffer's bytes into pieces that every access covers completely or not at all. A piece need not be contiguous."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         runs = {block: [(block[0] + start, block[0] + start + block[2]) for start in starts(*block[1:])] for block in regions_of_bytes}
@@ -55,8 +55,8 @@ def _byte_blocks(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks are recorded in an order that respects happens-before. Each piece keeps its last write, and the last later read of each stream. A
-    task that is ordered after these accesses is also ordered after all earlier ones.
+    Tasks are recorded in an order that respects happens-before. For each piece, the last write is kept, and the last read after it on each
+    stream. A task that is ordered after these accesses is also ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
@@ -70,7 +70,7 @@ class Memory:
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
-        # For each piece, the generation whose values it holds, or -1. An input holds values from the start.
+        # for each piece, the generation whose values it holds, or -1; an input holds values from the start
         self.contents = [0 if root.role == "input" else -1] * count
         self.freed: set[int] = set()  # generations whose memory was freed
 

@@ -1,4 +1,4 @@
-"""Operations: executions of an instruction on one rank, with the bytes that each reads and writes."""
+"""Operations. An operation is one execution of an instruction on one rank, with the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("ring", 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteLayout:
-    """Layout of a view in its buffer: shape and strides in elements, and the same bytes as rows of contiguous runs."""
+    """Layout of a view in its buffer: shape and strides in elements, and the bytes that it covers, as contiguous runs."""
 
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each dim of rows, outermost first
-    run: int  # bytes of a contiguous run
+    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each dim along which runs repeat, outermost first
+    run: int  # length of a contiguous run in bytes
 
     @property
     def count(self) -> int:
@@ -55,7 +55,7 @@ def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """Layout of a strided view. Adjacent dims are merged, and the contiguous ones become the run."""
+    """Layout of a strided view. Merges dims where possible; the contiguous ones become the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -75,10 +75,10 @@ ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
-    """Bytes of a buffer of one rank that is not a view: an input, an output or an allocation.
+    """Bytes of an input, output or allocation on one rank.
 
-    A generation is a version of the contents. Each execution of the buffer's allocate begins a generation. Each result in donated memory
-    also begins one.
+    A generation is a version of the contents, as a number. Each execution of the buffer's allocate begins a generation, and so does each
+    result in donated memory.
     """
 
     root: str
@@ -132,7 +132,7 @@ class Operation:
 
 
 def instruction_text(instruction: tree.Instruction) -> str:
-    """An instruction as one line. If it has a body, only the line before the body."""
+    """Text of an instruction without its body."""
     return instruction.lines()[0].removesuffix(" {") or "the caller before the next call"
 
 
@@ -160,6 +160,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """The error for a fault in an execution of `program`. It has the user's line if that is known."""
+    """Error for a fault in an execution of `program`, with the user's line if the line is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

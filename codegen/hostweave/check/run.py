@@ -33,7 +33,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
 
 
 def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
-    """Compiles `expr` to a function. Calling it for every iteration and rank is several times faster than interpreting `expr`."""
+    """Compiles `expr` to a function, because interpreting the expression for every iteration and rank is several times slower."""
     match expr:
         case Const(value):
             return lambda _: value

@@ -56,7 +56,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 
 def _between_calls(binder: _Binder, run: Run) -> Operation:
-    """Operation of the caller between two calls: it reads the outputs and writes the inputs."""
+    """Operation of the caller between two calls, which reads the outputs and writes the inputs."""
     positions = ((name, position, binder.roots[name]) for name, position in run.positions.items() if name in binder.roots)
     parameters_at = [
         (ByteRegion(name, 0, root.layout, 0), root.role)
@@ -71,8 +71,8 @@ SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
-    """Converts each instruction to a function, once for all ranks with equal local sizes. Types and expressions are evaluated or compiled
-    beforehand."""
+    """Binds instructions: converts each to a function that executes it on a rank. All ranks with equal local sizes share the functions, so
+    that types are evaluated and expressions compiled only once."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -108,7 +108,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """Binds a body. Its allocations are freed at its end, including those of its `on` bodies."""
+        """Binds a body, and deallocates at its end for its allocations, including those in its `on` bodies."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # Loops whose next iteration may reuse freed memory: first if a stream of another pool freed it, then if one of this pool did.
+    # loops whose next iteration may reuse freed memory: if a stream of another pool freed it, and if a stream of this pool did
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
@@ -209,8 +209,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. If the instruction computes, values replace
-    the expressions in the operation's copy of it."""
+    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation of a computation has a copy of
+    the instruction, in which values replace the expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -222,8 +222,7 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# Effects of a role: (reads, writes, is on the peer). A deallocate counts as a write, like an allocate, because the next use of the bytes
-# must be ordered after it.
+# role -> (reads, writes, is on the peer); a deallocate counts as a write, because the next use of the bytes must be ordered after it
 _TOUCHES = {
     "read": (True, False, False),
     "update": (True, True, False),
@@ -247,7 +246,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # The peer's buffer may be larger or smaller. The size of the local buffer determines how much is moved.
+        # the local buffer determines how much is moved, because the peer's buffer may be larger or smaller
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -282,7 +281,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
 
 
 def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
-    """Accesses of a get that reads the peer's whole block."""
+    """Accesses of a get with `received_along`: the whole buffer of the peer, and the peer's block of the local buffer."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     layout_of_buffer, group = b.layouts[dst], operation.process_group

@@ -1,4 +1,4 @@
-"""Small sizes at which a program is checked, chosen so that every derived size is an integer."""
+"""Chooses small sizes at which a program is checked. At these sizes, every derived size is an integer."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number of which it must be 
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}.
 
-    If a size is a trip count, each stream is used at least twice. Dims are sharded evenly if possible.
+    A size that is a trip count is so large that each stream is used at least twice. Dims are sharded evenly if possible.
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
@@ -32,7 +32,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MAX_CALLS = 4  # calls of a repeat: the first, the last, and one or two between them, because carried values alternate between two buffers
+MAX_CALLS = 4  # checked calls of a repeat: first, last, and one or two between, because carried values alternate between two buffers
 DEFAULT_SIZE = 4096  # smallest value of a size that is not given
 
 
@@ -56,7 +56,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # It suffices that the first symbol is a multiple of the divisor. If the size has only one symbol, this is also necessary.
+            # makes the first symbol a multiple of the divisor, which suffices; for a size with one symbol, this is also necessary
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -64,8 +64,8 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat that are checked. It is small, has the parity of `count`, and exceeds every constant index into a
-    parameter group."""
+    """Number of calls of a repeat that are checked instead of `count`: a small number with the same parity that exceeds every constant
+    index into a parameter group."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -80,13 +80,13 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(fitting, count)
 
 
-STEPS_TO_TRY = (16, 256, 4096)  # number of values that are tried per size; if a search fails, the next one tries more
+STEPS_TO_TRY = (16, 256, 4096)  # number of values that the first, second and third search try for each size
 MAX_TRIES = 2**14  # per search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes at which all slices fit, and all sums and divisors of means are positive. None if no such sizes are found. The values of each
-    size are tried in steps, from the smallest."""
+    """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries the values of each size in
+    steps, from the smallest on."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
@@ -99,7 +99,7 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # bounds by symbol; a bound with several symbols belongs to the last of them in `names`
+    # symbol -> the bounds that can be tested once the symbol is chosen: those whose last symbol in `names` it is
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -126,7 +126,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 
 MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
 MAX_ENLARGED_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
-NEAR_FACTOR = 64  # largest factor between a size and its minimal value
+NEAR_FACTOR = 64  # largest factor by which a size may exceed its minimal value
 MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 
 
@@ -154,8 +154,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """The program with some conditions inverted: those that change only at sizes more than `max_factor` times the minimal ones. Small sizes
-    then run the branches for large sizes. None if there is no such condition."""
+    """The program with those conditions inverted that change only at sizes more than `max_factor` times the minimal ones, so that branches
+    for large sizes run at small sizes. None if there is no such condition."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -170,7 +170,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 
 def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
-    """Minimal sizes, enlarged where no loop iterates over them, so that a mistake inside a shard shows."""
+    """Minimal sizes. Those over which no loop iterates are enlarged, so that a mistake in the order of a shard's elements shows."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -211,8 +211,8 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for symbols that may not divide evenly.
 
-    All sizes differ, because swapped dims of a square would not show. Some rank has at least two elements of each dim, because the sum of
-    one element equals its maximum.
+    All sizes differ, because a mistake that swaps equal dims would not show. Some rank has at least two elements of each dim, because a sum
+    and a maximum of one element are equal.
     """
     if not program.uneven:
         return ()

@@ -1,4 +1,4 @@
-"""Emission of C++ from host IR. The text depends only on the program, not on target, toolchain or machine."""
+"""Emission of C++ from host IR. The text depends on the program and on the machine for which kernels are scheduled, not on the target."""
 
 from hostweave.emit.export import export, render
 from hostweave.emit.wheel import Wheel

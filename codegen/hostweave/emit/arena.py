@@ -6,7 +6,7 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """Returns C++ that describes the live ranges of a body's temporaries to the arena. Call it after the body has been emitted.
+    """Returns C++ that describes the live ranges of a body's temporaries to the arena. The body must have been emitted before.
 
     The C++ begins with a comment that lists the buffers that may share bytes at any size.
     """
@@ -24,7 +24,7 @@ def calls_functions(steps: MemoryEvents) -> bool:
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, as in colouring an interval graph. Buffers of a group may share bytes.
 
-    `used` maps each live buffer to the index of its group. A buffer of a stream stays live until that stream is joined.
+    `used` maps each live buffer to the index of its group. The buffer of a stream stays live until that stream is joined.
     """
     for step in steps:
         match step:

@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 
 class SizeBinding:
-    """A symbolic size whose value is computed from a dim of an input. `divisor` is checked at run time; 1 if no check is needed."""
+    """A symbolic size whose value is computed from a dim of an input. A call checks that `divisor` divides the value, unless it is 1."""
 
     def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
         multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
@@ -37,7 +37,7 @@ class CheckedArgument:
     label: str  # C++ of this name
     dtype: str
     shape: str
-    pattern: str  # expected shape before this argument has bound its sizes; dims not known yet are hw::kAny
+    pattern: str  # expected shape when the sizes that this argument binds are still unknown; such dims are hw::kAny
     sizes: tuple[SizeBinding, ...]
     again: bool  # the shape is checked a second time, after its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
@@ -162,7 +162,8 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields calls that check sizes at run time: no difference is negative, no reduced dim is empty, and sharded sums are divisible.
+    """Yields C++ calls that check sizes at run time: differences must not be negative, reduced dims not empty, and sharded sums must
+    divide.
 
     Sizes that are constants of the program need no check.
     """

@@ -24,7 +24,7 @@ WORKSPACE = "workspace_"
 
 @dataclass(frozen=True)
 class LaunchedKernel:
-    """A kernel, its launch grid, and the sizes that it takes as arguments after the buffers."""
+    """A kernel with its launch grid, and the sizes that a launch passes after the buffers."""
 
     kernel: str
     grid: str
@@ -51,7 +51,7 @@ class ChannelMember:
 
     @property
     def transport(self) -> str:
-        """Last argument of the channel's look-up: the transport. Empty for the default transport."""
+        """Last argument of the channel's lookup, the transport. Empty for the default transport."""
         return "" if self.ir.transport.name == DEFAULT else f", hw::Transport::{self.ir.transport.name}"
 
 
@@ -113,7 +113,7 @@ class ProgramContext:
         self.needs_workspace = False  # workspace of cuBLASLt for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. The kernel's code contains the strides of the buffers.
+        """Launch of a kernel for buffers of the given types, whose strides are in the kernel's code.
 
         Kernels that differ only in names share one definition, which has the name of the first kernel.
         """
@@ -165,8 +165,8 @@ class ProgramContext:
     def condition_of_plan(self, key: PlanKey) -> str:
         """C++ condition under which a plan is needed; empty if always.
 
-        The condition has up to two parts. The first is the flag of a submesh if all uses are on that submesh. The second is the condition
-        on sizes if all uses have the same one.
+        The condition has up to two parts: the flag of a submesh, if all uses are on that submesh, and the condition on sizes, if all uses
+        have the same one.
         """
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

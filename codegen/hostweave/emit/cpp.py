@@ -23,7 +23,8 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """Returns a C++ string literal. Bytes other than printable ASCII are octal escapes, which C++ and the assembler both understand."""
+    """Returns a C++ string literal. Bytes that are not printable ASCII become octal escapes, which C++ and the assembler both
+    understand."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
@@ -81,7 +82,7 @@ class CppExprPrinter:
     """Prints sizes and integer expressions as C++.
 
     - `sizes` maps symbolic sizes to C++ names. The factors of a product are printed in the order of this map.
-    - `multiples` has known divisors of sizes. They allow a division next to its factor: `M / 8 * K`.
+    - `multiples` has known divisors of sizes, so that a division can directly follow its factor: `M / 8 * K`, not `M * K / 8`.
     - `variables` maps loop indices to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
     - `mesh` is the mesh whose axes the printed expressions refer to.
@@ -103,8 +104,8 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Collects the C++ names of sizes and coordinates that are printed inside the `with` block. An enclosing `noting` does not collect
-        them."""
+        """Yields a set that collects the C++ names of sizes and coordinates printed inside the `with` block, in place of the set of an
+        enclosing `noting`."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -136,8 +137,7 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
-        """Key of a size, with each atom replaced by its position in `atoms`. Sizes with equal keys print as C++ that differs only in
-        names."""
+        """Key of a size in which positions in `atoms` replace atoms. The C++ of sizes with equal keys differs only in names."""
 
         def of(factor: Factor) -> tuple[object, ...]:
             own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)
@@ -257,8 +257,8 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """Returns the C++ of a remainder that is never negative. In C++ the sign of `%` follows the left operand, so a negative left
-        operand is shifted first."""
+        """Returns the C++ of a remainder that is never negative. If the left operand may be negative, first adds a multiple of the right
+        one, because in C++ the sign of `%` is that of the left operand."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

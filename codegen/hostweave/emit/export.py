@@ -66,7 +66,7 @@ def export(
             what = "was edited since it was exported" if path in written else "was not written by an export"
             raise ArgumentError(f"{program.name}: export: {there} exists and {what}; move it, or choose another folder")
     for path in written.keys() - files.keys():
-        (folder / path).unlink(missing_ok=True)  # a file of an earlier export, which CMake would also compile
+        (folder / path).unlink(missing_ok=True)  # a file of an earlier export, which CMake would still compile
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
     for path, content in {_SUMS: sums.encode(), **files}.items():  # digests first: an interrupted export can be repeated
         there = folder / path
@@ -76,7 +76,7 @@ def export(
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
-    """Sources of the runtime, by path. The driver is excluded, because only the Python binding uses it.
+    """Maps paths to sources of the runtime, without the driver, which only the Python binding uses.
 
     The file STAMP has a digest of the sources that all exported programs have in common.
     """

@@ -66,7 +66,7 @@ class Emitter:
         self.windows: set[str] = set()  # temporaries that are allocated in a window
 
     def body(self, body: tree.Body) -> str:
-        """Returns the C++ of a body. The user's source lines are comments above the instructions that they produced."""
+        """Returns the C++ of a body. Comments above instructions show the user's source lines from which these were compiled."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
@@ -84,8 +84,8 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the user's source lines of one instruction: the first one of the body that does work. For a kernel, the comments
-        have the lines of all its ops."""
+        """Comments with the user's source lines of the first instruction of the body that does work. For a kernel, these are the lines of
+        all its ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -204,8 +204,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source. For a view in `arguments`, the
-        operand is an expression and no pointer is declared."""
+        """Declares a pointer at the view's offset. No pointer is declared for a view at offset 0, which uses the pointer of its source, and
+        for a view in `arguments`, which is an expression in a call."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -339,14 +339,14 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices: all bytes are 0, unlike those of -0.0
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0; not so for -0.0
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """Emits a broadcast in place. The root's buffer is only read, so its const is cast away."""
+        """Emits a broadcast in place. Casts the const of the root's buffer away, because the broadcast only reads this buffer."""
         number: Expr = Const(0)  # the root's rank in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
@@ -463,7 +463,7 @@ class Emitter:
 
 
 def _joined(body: tree.Body) -> tree.Body:
-    """Merges OnMesh bodies of the same mesh if only allocations and deallocations are between them."""
+    """Merges `on` bodies of one mesh if only allocations and deallocations are between them."""
     result: list[tree.Instruction] = []
     between: tree.Body = ()  # allocations since the last body
     for i in body:
@@ -479,7 +479,7 @@ def _joined(body: tree.Body) -> tree.Body:
 
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
-    """Maps each buffer to its other names: values that are written to the same memory, in place or through a view."""
+    """Maps each buffer to the names of other values that are written to the same memory, in place or through a view."""
     roots, found = tree.AliasRoots(), dict[str, list[str]]()
     for i in tree.walk(program.body):
         if i.shows:
@@ -498,7 +498,7 @@ def _arguments(program: ir.HostProgram) -> set[str]:
 
 
 def _comment(location: Location) -> str:
-    """Formats a source line as a one-line C++ comment. Trailing characters that would continue the comment on the next line are cut off."""
+    """Formats a source line as a one-line C++ comment, without trailing characters that would continue it on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."

@@ -22,7 +22,7 @@ ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gathe
 
 
 class KernelFacts:
-    """Facts of one kernel. A value is represented by its C++: a literal, an element in memory, or a local variable."""
+    """Facts of one kernel, by which its C++ is printed."""
 
     printer = LoopPrinter
     own_sizes: tuple[Size, ...] = ()  # sizes that the kernel's C++ uses, except sizes that are only loop bounds
@@ -102,7 +102,7 @@ class KernelFacts:
         )
 
     def functions(self) -> set[str]:
-        """Names of the C functions that the kernel calls. No local variable may have these names."""
+        """Names of the C functions that the kernel calls. Local variables must have other names."""
         specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
@@ -123,7 +123,7 @@ class KernelFacts:
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def lane_size(self, name: str) -> Size:
-        """Size of a value's lane: the dim that no loop of the kernel iterates over."""
+        """Size of a value's lane, the dim over which no loop of the kernel iterates."""
         return self.types[name].shape[self.walked.lanes[name]]
 
     def size_of_lane(self, name: str) -> str:
@@ -136,7 +136,7 @@ class KernelFacts:
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, place: str, name: str) -> str:
-        """C++ for the offset of index `place` along an input's lane, the dim that no loop iterates over."""
+        """C++ for the offset of index `place` along an input's lane, the dim over which no loop iterates."""
         stride = self.ir.lanes[name].stride
         return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 
@@ -152,7 +152,7 @@ class KernelFacts:
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes. The CPU device checks them."""
+        """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes. The CPU device checks these accesses."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():
@@ -173,14 +173,15 @@ class KernelFacts:
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, place: str) -> str:
-        """Name of an element that lists its indices, such as `x_ij`."""
+        """Name for an element that contains its indices, such as `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(place)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for the scale of quantised values: a maximum with a literal, divided by a literal."""
+        """True for a scale of quantised values, a maximum with a literal divided by a literal, because its reciprocal is a normal
+        number."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False

@@ -1,4 +1,4 @@
-"""C++ of a kernel's loops: loop heads, launch grid, element offsets, and variants by alignment and size."""
+"""Prints a kernel's loops as C++: loop heads, launch grid, element offsets, and variants by alignment and size."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from hostweave.types.size import Factor, Size, product
 
 @dataclass(frozen=True)
 class Templates:
-    """C++ templates of a distribution, which assigns iterations to threads. The placeholders are filled in for the loops of a kernel."""
+    """C++ templates of a distribution, which assigns iterations to threads. Loops of a kernel fill in the placeholders."""
 
     loop: str  # head of the loop over the kept dims
     grid: str  # grid of the launch
@@ -168,14 +168,16 @@ class LoopPrinter:
 
     @property
     def varied(self) -> dict[str, str]:
-        """Template parameters of the kernel's lambda `compute`, each with the function parameter from which it is deduced."""
+        """Template parameters of the lambda `compute`, whose calls are the variants. Each is mapped to the function parameter from which it
+        is deduced."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.ir.width > 1 else {}
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Arguments for the template parameters of `varied`, each with the condition that selects it. The last one has no condition."""
+        """Arguments for the template parameters of `varied`, one tuple per variant, with the condition that selects the variant. The last
+        one has no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -211,8 +213,8 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Makes offsets inside the `with` block relative to an operand of a concat or pad. Yields the conditions under which the index is
-        in the operand's range."""
+        """Inside the `with` block, offsets are relative to the start of an operand of a concat or pad. Yields the conditions under which
+        the index is in the operand's range."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)
@@ -224,8 +226,7 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, place: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride, its dim, and the index along that dim at which the operand of a concat or pad
-        begins."""
+        """Indices of an element, each with its stride, its dim, and the start of the operand along this dim inside a concat or pad."""
         loops, parts = self.ir, self.ir.space.parts.get(place, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
@@ -235,7 +236,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, place: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of an element's offset: for the first element of a vector, or for its element `lane`."""
+        """Terms (index, stride) of an element's offset. For a vector, the offset of its first element, or of its element `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {lane}" if lane and dim == self.ir.along else name
@@ -284,8 +285,7 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """Adds the outermost size of a kernel to a printer. This parameter stands for a product of sizes. The printer uses it where
-    possible."""
+    """Makes a printer use a kernel's parameter for the outermost size wherever a size is a multiple of the outermost size."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -13,7 +13,7 @@ from hostweave.fusion_ir.ops.attributes import DESCENDING, GROUPS
 from hostweave.kernel_ir.loops import BY_LANE_PARTS, OF_BLOCKS, Loops, Walk, stored
 from hostweave.types.tensor import bool_
 
-# C functions of the op table, which kernels call without a qualifier.
+# C functions of the op table, which kernels call without `std::`
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for field, name in op.fields(op.cpp) if field == "std" for end in ("", "f"))
 
 
@@ -33,8 +33,8 @@ class Nest:
 class EmittedKernel:
     """A kernel in the form that its template needs: loops over the kept dims, which enclose loop nests over the reduced dims.
 
-    Adjacent threads access adjacent elements. `stores` are statements that write results without reduced dims. `last` is the body of a
-    final loop, which writes results with all dims. `before` are statements that precede the declarations of indices.
+    `stores` are statements that write results without reduced dims. `last` is the body of a final loop, which writes results with all dims.
+    `before` are statements that precede the declarations of indices.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class EmittedKernel:
         held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms of other ranks are loaded last
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         loads = {name: f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows}
-        # Declarations of rows that threads keep in registers for the whole kernel, of decomposed indices, and of the other held rows.
+        # `once` declares rows that threads hold during all iterations; `indices` declares decomposed indices and the other held rows
         self.once = tuple(loads.pop(name) for name in of.ir.once)
         ahead = [of.loops.prefetch(of.pointers[name], name) for name in loads if of.ir.once and len(of.ir.kept) == 1]
         self.indices = (*before, *of.loops.declarations(), *loads.values(), *ahead)
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # The parameter whose terms come from several ranks; the kernel all-reduces them.
+        # the parameter with the terms or blocks of all ranks, which the kernel exchanges
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
 
 
 class KernelEmitter(KernelFacts):
     """Emits one kernel.
 
-    Rows that threads keep in registers are loaded before the first loop, so that no load has to wait for a reduction.
+    Rows that threads hold in registers are loaded before the first loop, so that no load has to wait for a reduction.
     """
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
@@ -118,8 +118,8 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Makes the section for the innermost loop. If each vector element has its own accumulator, no statement is hoisted out of that
-        loop."""
+        """Makes the section for the innermost loop. If each element of a vector has a separate accumulator, no statement is hoisted out of
+        this loop."""
         return (
             Section(self, width=self.ir.width, around=Section(self)) if self.ir.has_wide_totals else Section(self, self.row, self.ir.width)
         )
@@ -138,7 +138,7 @@ class KernelEmitter(KernelFacts):
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # identity element of the dtype: the accumulator may be wider
+            first = first.replace("64", str(8 * kind.itemsize))  # the identity of the dtype, because the accumulator may be wider
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

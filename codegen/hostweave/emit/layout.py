@@ -55,8 +55,8 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Patterns of lines that break after their head: conditions, kernels and constructors. Groups of a pattern are the head and the rest. The
-# number is the indentation of the rest, in steps.
+# Patterns of lines that break after their head: conditions, kernels and constructors. The two groups of a pattern are the head and the
+# rest. The number is the indentation of the rest, in steps.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -91,8 +91,7 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # If a call has only one argument, and the argument is a call or a list, break inside the argument: `HW_CHECK(cudaMemcpyAsync(` or
-    # `allocate({`.
+    # a call whose only argument is a call or a list breaks inside the argument: `HW_CHECK(cudaMemcpyAsync(`, `allocate({`
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:

@@ -29,7 +29,7 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 
 
 class RankChannel:
-    """C++ for the process group of rank r in a channel. Ranks with equal `color` form a group, in the order of `rank_in_group`."""
+    """C++ expressions for rank r in a channel. Ranks with equal `color` form a process group, in the order of `rank_in_group`."""
 
     def __init__(self, of: context.ChannelMember, program: Mesh):
         mesh, axes = of.ir.mesh, of.ir.axes
@@ -46,7 +46,7 @@ class SampleTensor:
     dtype: str
     dims: str
     number: int  # index among the inputs
-    twin: str  # C++ of the first rank that has the same shard
+    twin: str  # C++ of the first rank that has the same shard, with which rank r compares its shard
     on: str  # C++ condition: rank r has a shard
 
     @property
@@ -55,7 +55,7 @@ class SampleTensor:
 
 
 class TensorsInTurn:
-    """An array of structs that hold the tensors of parameter groups."""
+    """An array of structs with the tensors of parameter groups, which main.cpp fills and checks in a loop."""
 
     def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
         fields = CppNames()
@@ -75,7 +75,7 @@ class TensorsInTurn:
 class Reference:
     """Reference for the results: the same computation on one device, emitted as a separate program.
 
-    The two programs round in different orders. The tolerance therefore follows from the coarsest of `dtypes` and of the matmul precisions.
+    The two programs round in different orders, so the tolerance depends on the coarsest of `dtypes` and of the matmul precisions.
     """
 
     def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
@@ -101,7 +101,7 @@ class Main:
         self.folder = f"programs/{view.namespace}/"
         # All programs of the project, by folder.
         self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
-        # (the user's name, the C++ name, the default value) of each symbolic size.
+        # the user's name, the C++ name and the default value of each symbolic size
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
         of_word = groupby(sorted(view.structs, key=_kind), key=_kind)
@@ -151,7 +151,7 @@ def _tensor(number: int, parameter: Parameter, argument: CheckedArgument, mesh: 
 
 
 def _kind(structs: Structs) -> tuple[str, int]:
-    """Key that groups arrays of structs: arrays of inputs and outputs with the same field name and length share one struct."""
+    """Key of an array of structs. An array of inputs and one of outputs with the same name and length share one struct."""
     return structs.field, structs.count
 
 
@@ -166,7 +166,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(parameter: Parameter, program: Mesh) -> str:
-    """C++ of the first rank with the same shard of an output. It is rank r itself if no formula gives the first one."""
+    """C++ of the first rank with the same shard of an output as rank r, or of rank r itself if no formula gives the first one."""
     mesh = parameter.type.mesh_in(program)
     if not parameter.type.axes:
         return str(mesh.all_ranks[0])

@@ -19,7 +19,7 @@ prepare take_over run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample Tensors Findings user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the included headers, functions of CUDA, and numbered names of the templates: patterns here, single names below.
+# Macros of the included headers, functions of CUDA, and numbered names of the templates: first patterns, then single names.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
@@ -64,9 +64,8 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name for `name`. It differs from all names in `apart`. Equal names of different kinds get different C++ names. Pass a kind if
-        the name is composed, such as `M_x`, because another value could have the same name.
-        """
+        """C++ name for `name` that is not in `apart`. Equal names of different kinds get different C++ names. Pass a kind if the name is
+        composed, such as `M_x`, because another value could have the same name."""
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

@@ -1,4 +1,4 @@
-"""Constructor and prepare arguments of matmul and attention plans, and names of matmul plans."""
+"""Arguments of constructors and of `prepare` of matmul and attention plans, and names of matmul plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -49,7 +49,7 @@ class Products:
             for i in (place.instruction for place in uses.places):
                 if isinstance(i, ir.Matmul):
                     results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
-                    results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # the last one, if a condition selects a buffer
+                    results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # the last root, if a condition selects the buffer
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
         """Name of a plan, composed of the results that it computes: `g_and_u`, or `q_and_2_others`."""

@@ -1,4 +1,4 @@
-"""Emits kernels for matmuls with few rows (hw::few_rows), and for strided copies and fills."""
+"""Emits kernels with matmuls of few rows (hw::few_rows), and describes strided copies and fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class _EachElement(LoopPrinter):
 
 
 class ProductEmitter(KernelEmitter):
-    """Emits a kernel that begins with matmuls of few rows. The results of the matmuls are local variables of the kernel's epilogue."""
+    """Emits a kernel that begins with matmuls of few rows. Their results are local variables of the epilogue, the rest of the kernel."""
 
     printer = _EachElement
     loops: _EachElement
@@ -88,7 +88,7 @@ class ProductEmitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-# Copies and fills that lowering inserts. A copy is row by row if its strides allow that. Otherwise it is a kernel.
+# Strided copies and fills that lowering inserts: one cudaMemcpy2D if the strides allow it, otherwise a kernel.
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Rows:
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """Describes a copy as a copy of rows. Returns None if the strides do not allow that."""
+    """Describes a copy as a copy of rows, or returns None if the strides do not allow this."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([LoopDim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):

@@ -59,8 +59,7 @@ class EmittedFunction:
 
 @dataclass(frozen=True)
 class Text:
-    """C++ source of a user kernel, and its position in the user's file. Includes are in a separate field, because they precede the
-    namespace."""
+    """C++ source of a user kernel, and its position in the user's file. The includes are separate, because they precede the namespace."""
 
     includes: tuple[str, ...]
     lines: tuple[str, ...]
@@ -101,7 +100,7 @@ class ProgramSources:
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
         self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs that bind a name also compute its local sizes
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # local sizes of names are computed where inputs bind the names
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -139,7 +138,7 @@ class ProgramSources:
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
     def members(self, structs: Structs) -> Iterable[CheckedArgument]:
-        """Members of the struct of an array. Each is described by the argument of the array's first element."""
+        """Members of the struct of an array, as the arguments of the array's first element."""
         return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 
     @property
@@ -155,7 +154,7 @@ class ProgramSources:
 
     @property
     def texts(self) -> Iterable[UserFunction]:
-        """User kernels without repeated source texts. One source text may define several functions."""
+        """One user kernel per source text. A text may define the functions of several kernels."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
@@ -164,12 +163,12 @@ class ProgramSources:
 
     @property
     def window_channels(self) -> list[str]:
-        """Members of the channels whose transport accesses the memory of other ranks."""
+        """Members of the channels whose transports access the memory of other ranks."""
         return [channel.member for channel in self.channels if channel.ir.transport.registers_arena]
 
     @property
     def prepares_together(self) -> bool:
-        """True if `prepare` is collective: ranks exchange addresses in it."""
+        """True if all ranks must call `prepare` together, because they exchange addresses in it."""
         return bool(self.window_channels or self.context.exchanges)
 
     @property

@@ -1,4 +1,4 @@
-"""Statements of a kernel: loads, computations and stores of one scope, and the C++ of single elements."""
+"""Emits the statements of a kernel: loads, computations and stores of one scope, and the C++ of single elements."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 class Section:
     """Statements of one scope. A value is computed at its first use, and outside the loops if it does not depend on them.
 
-    With vectorised access, the statements are in a loop over the elements of a vector. Vector loads precede that loop and vector stores
-    follow it. The statements of `around` precede the loop in the same scope.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
+    the section of the scope that contains the loop, into which statements are hoisted.
     """
 
     def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
         self.texts: dict[str, str] = {}  # value -> its C++
         self.loads: dict[str, str] = {}  # input -> local variable with its vector
-        self.own = ""  # value of which this section computes a row, to be kept in registers
-        # Statements in the order of emission: vector loads, statements per element, additions, vector stores.
+        self.own = ""  # value of which this section computes a row that threads hold in registers
+        # statements in the order of emission: vector loads, statements per element, updates, vector stores
         self.begin: list[str] = []
         self.lines: list[str] = []
         self.adds: list[str] = []  # updates of accumulators and of vectors that are stored later
@@ -50,14 +50,14 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Combines an element with an accumulator. Signed integers that must wrap around use the functor, because signed overflow is
-        undefined."""
+        """Combines an element with the accumulator `total`. If ints must wrap around, uses the functor, because signed overflow of the
+        operator is undefined."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # a result that the lambda returns comes last
+        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # the transposed result, a return, is last
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
@@ -75,7 +75,7 @@ class Section:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
     def row(self, name: str) -> str:
-        """Local variable with a row of a computed value in registers. The row is computed at its first use, outside the loops."""
+        """Local variable that holds a row of a computed value in registers. At the first use, emits its computation outside the loops."""
         kernel, chunk = self.kernel, self.kernel.loops.names[self.kernel.ir.along]
         assert self.outer is not None
         if name not in kernel.rows:
@@ -110,8 +110,7 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update at the indices that the op's operands contain. The store is skipped if this rank does not have
-        that row."""
+        """Stores an element of an update at the indices that the op's operands contain, if this rank has that row."""
         _, update, *places = op.tensors
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -132,8 +131,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: a local variable or an expression. The expression is returned if it is used only once, and is
-        short or assigned to a variable."""
+        """C++ of a value in its compute type: an expression if it is used once and is short or assigned to a variable, else a local
+        variable that is declared for it."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -155,14 +154,14 @@ class Section:
         return self.texts[name]
 
     def operands(self, name: str) -> Iterator[str]:
-        """Operands of a value that this scope has to compute first. There are none if the value is not an expression of its operands."""
+        """Operands of a value that this scope must compute first. None for values that are loaded or computed elsewhere."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
             tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` and `moved_element` read the others
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
-        """True if a result is in a local variable, because other ops of the kernel also use it."""
+        """True if a result is in a local variable because other ops of the kernel also use this result."""
         return bool(self.kernel.uses[result]) and isinstance(self.value(result), Word)
 
     def read(self, result: str, text: str) -> str:
@@ -183,7 +182,7 @@ class Section:
         return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else f"{self.loads[name]}[{loops.lane}]"
 
     def load(self, name: str) -> str:
-        """Loads a vector of an input. A row that the thread has in registers is not loaded again."""
+        """Loads a vector of an input, unless the thread already holds the row in registers. Returns the variable with the vector."""
         kernel, local = self.kernel, self.kernel.elements(name)
         if name in kernel.ir.held:
             return f"{local}[{kernel.loops.names[kernel.ir.along]}]"
@@ -247,14 +246,14 @@ class Section:
         """True if an op returns its operand's element unchanged: the op only moves elements, or reduces a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        if op == self.kernel.kernel.exchanges:  # reading an element of hw::Terms already gives the sum
+        if op == self.kernel.kernel.exchanges:  # an element that is read from hw::Terms already is the sum
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
         return self.kernel.template(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
-        """C++ of an op, and the dtype of that C++ before its conversion to the dtype of the result."""
+        """C++ of an op, and the dtype of this C++, which may differ from that of the result."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
@@ -286,10 +285,8 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
-        """C++ of an element of a concat or pad. Branches compute only the operand that has the element. A vector never spans two operands.
-
-        The element has its compute type, or its storage type if it `is_moved`.
-        """
+        """C++ of an element of a concat or pad. Emits branches, one per operand, of which each computes only this operand. A vector never
+        spans two operands. The element has its compute type, or its storage type if it `is_moved`."""
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
@@ -300,7 +297,7 @@ class Section:
         if VALUE in OPS[op.kind].attributes:
             literal = _literal(op[VALUE], dtype)
             branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
-        else:  # upper bounds suffice: each operand begins where the previous one ends
+        else:  # conditions on upper bounds suffice, because each operand begins where the previous one ends
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
             branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
         is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
@@ -316,8 +313,7 @@ class Section:
         return f"{local}[{kernel.loops.lane}]" if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
-        """Declares a local variable with the last operand of an op in prepared form, such as a divisor whose reciprocal is computed
-        once."""
+        """Declares a local variable with a prepared last operand of an op, such as a divisor with its reciprocal."""
         name = op.tensors[-1]
         if (key := f"{name} prepared") not in self.texts:
             self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
@@ -357,8 +353,8 @@ class Section:
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has it. If a whole vector has the same index, it is one vector
-        load."""
+        """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have the same index,
+        they are loaded as a vector."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
@@ -393,7 +389,7 @@ def _literal(value: Scalar, dtype: DType) -> str:
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:
-    """Converts C++ of dtype `computed`, which is in its compute type, to the storage type of `dtype`."""
+    """Converts C++ in the compute type of dtype `computed` to the storage type of `dtype`."""
     if _is_small_float(dtype):
         return f"{dtype.cpp}({value})" if compute_type(computed) == "float" else f"{dtype.cpp}(float({value}))"
     if dtype == bool_:

@@ -68,7 +68,7 @@ def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
 
 @dataclass(frozen=True)
 class Passed:
-    """A struct that every call of a function passes, and the struct's members that are parameters of the function."""
+    """A struct that a C++ function takes in place of single tensors, and the members that stand for parameters of the function."""
 
     structs: Structs
     parameter: str  # name of the struct in the C++ function's parameter list
@@ -76,8 +76,8 @@ class Passed:
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """Finds structs that can be parameters of a function in place of single tensors. Every call must pass these tensors from one element of
-    an array."""
+    """Finds structs that can be parameters of a function in place of single tensors, because every call passes these tensors from one
+    element of an array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

@@ -1,2 +1,2 @@
 """Kernels as loops. Passes choose the index space, the loop nests over the reduced dims (walks), the distribution over threads, the vector
-width, and the rows to hold in registers."""
+width, and the rows that threads hold in registers."""

@@ -8,8 +8,8 @@ gets
 
     distribute: a block reduces an element
 
-because %x is contiguous along j. If %x is contiguous along i, a block reduces a tile of columns. A tile has more threads if there are too
-few tiles for the multiprocessors of the machine.
+because %x is contiguous along j: a thread block computes one element of the result. If %x is contiguous along i, a block reduces a tile of
+columns, with more threads if there are too few tiles for the multiprocessors of the machine.
 """
 
 from dataclasses import replace
@@ -55,5 +55,5 @@ def _of_elements(loops: Loops) -> str:
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):  # contiguous along the reduced dim
         return BY_BLOCK
-    in_tiles = loops.count.is_int and int(loops.count) % TILE == 0  # whole tiles: no thread reads a column that another thread stores
+    in_tiles = loops.count.is_int and int(loops.count) % TILE == 0  # then no block reads a column that another block stores
     return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

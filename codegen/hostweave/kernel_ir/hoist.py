@@ -1,4 +1,4 @@
-"""Hoists values that do not change in the innermost loop out of it.
+"""Hoists values that do not change in the innermost loop out of this loop.
 
     %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %r: f32[M] = reciprocal(%s); %y: f32[M, N] = %e * %r
 
@@ -6,9 +6,9 @@ gets
 
     outside: %s, %r
 
-A thread computes them once per row. A hoisted divisor is prepared once, which makes the divisions cheap. The innermost loop may be the loop
-over a vector: in a pointwise kernel, or if each element of a vector has a separate accumulator. A part of a concat or pad is not hoisted,
-because a condition guards it.
+A thread computes these values once per row. For a hoisted divisor, it also computes the reciprocal once, which makes divisions cheap. In a
+pointwise kernel, or if each element of a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a
+concat or pad is not hoisted, because a condition guards it.
 """
 
 from dataclasses import replace

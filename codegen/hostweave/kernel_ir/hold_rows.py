@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold a row in registers if several walks use it, or if a later walk would have to wait for
-the load of the row.
+"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use it, or to load it before a
+reduction instead of after it.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -11,13 +11,13 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. While one
-block waits for a reduction, other blocks load rows.
+If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. Some of
+them then load rows while another one waits for a reduction.
 
-A kernel that all-reduces is bound by latency, so each thread makes one access. The blocks of a cluster then share a long row.
+In a kernel that all-reduces, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
 A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
-it is computed. A kernel that holds computed values has only as many blocks as run at once. Each block then loads a row that all iterations
+it is computed. A kernel that holds computed values has only as many blocks as run at once. So each block loads a row that all iterations
 share, such as a weight, only once.
 """
 
@@ -44,7 +44,7 @@ RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, i
 FEW_HELD, FEW_INPUTS = 16, 12  # largest number of these accesses: with computed values; with inputs alone and one result
 LARGE = 256  # threads of a large block: with a few more registers per thread, one block fewer fits
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
-LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches into registers
+LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
 EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
 
 
@@ -58,7 +58,7 @@ def hold_rows(loops: Loops, machine: Machine) -> Loops:
 
 
 def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[tuple[str, ...]]:
-    """Combinations of rows that could be held together with `values`, in order of preference."""
+    """Combinations of rows to hold together with `values`, in order of preference."""
     reads, computed = [], set[str]()
     for walk in loops.walks:
         needed = _needed(loops, _roots(walk), computed)
@@ -73,8 +73,8 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that an earlier walk also computes, and that are expensive or rounded. If such a value is only converted to a wider type, the
-    value before the conversion is listed, because each walk can repeat the conversion."""
+    """Values that are expensive or rounded, and that several walks compute. A value that is only converted to a wider type is replaced by
+    the value before the conversion, which each walk can repeat."""
     made = loops.kernel.made
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -96,7 +96,8 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, in order. Stops at `computed`."""
+    """`roots`, and the values of the innermost loop on which they depend, in order. Excludes `computed`, and all on which only these
+    depend."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -108,12 +109,12 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands whose elements the op reads, not only their size."""
+    """Operands whose elements the op reads in the loop: not those of which it uses only the size, or reads at other indices."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """The loops with each row split over threads. The threads hold the rows of `held`. Rows of unknown length are held if they may fit into
+    """The loops with each row split over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into
     registers."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0

@@ -54,7 +54,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], pl
 def _places(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Strides of the indices in each place: input, result, or value of an index."""
+    """Strides of the loop indices in each place: in inputs, results, and values of indices."""
     places: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (place, buffer) in zip(named, memory.items(), strict=True):
@@ -81,7 +81,7 @@ def _places(
 def _lanes(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Lane]:
-    """Size and stride of each dim that no loop iterates over, by place. Includes the dims that an update writes only in part."""
+    """Size and stride of each dim over which no loop iterates, by place. Includes the dims of which an update writes only a part."""
 
     def lane(place: str, dim: int) -> Lane:
         return Lane(memory[place].shape[dim], strides_of(memory[place])[dim])

@@ -32,7 +32,8 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads.
+# Distributions of the iterations over threads. An element is one of the result, a lane is a row that an op such as argsort needs as a
+# whole.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -50,7 +51,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """A dim that no loop iterates over: its size, and the stride of its elements."""
+    """A dim over which no loop iterates, because an op indexes it by data or needs all of it: its size and the stride of its elements."""
 
     size: Size
     stride: Size
@@ -58,7 +59,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class LoopDim:
-    """A dim of the loops: its size, and its stride in each place (input, result or value of an index)."""
+    """A loop over a dim: its size, and the stride of its index in each place (see `Loops`)."""
 
     size: Size
     strides: tuple[Size, ...]
@@ -76,10 +77,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class Loops:
-    """Loops over the dims that a kernel keeps. Inside of them, loop nests over the dims that it reduces.
+    """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    A place is an input, a result in memory (see `stored`), or the value of an index (see `index_at`). `outer` is the size that OUTERMOST
-    stands for.
+    A place is something whose position depends on the loop indices: an input, a result in memory (see `stored`), or the value of an index
+    (see `index_at`). `outer` is the size for which OUTERMOST stands.
     """
 
     kernel: ir.Kernel
@@ -97,7 +98,7 @@ class Loops:
     resident: int = 0  # blocks for which a multiprocessor must have registers; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
-    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
+    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides; their reciprocals are computed once
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     once: tuple[str, ...] = ()  # held inputs whose row is the same in all iterations; a block loads this row once
     index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if the indices fit
@@ -166,8 +167,8 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose in tiles, or "". The result is contiguous along the first dim, and its operands along the last
-        dim."""
+        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim, and all other places along the
+        last dim."""
         return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
@@ -191,8 +192,7 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None if no dim is reduced. For an op on lanes, this is the size of a lane of the result or
-        of the operand."""
+        """Size of the innermost reduced dim, or None if no dim is reduced. For an op on lanes, size of a lane of the result or operand."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
@@ -202,16 +202,17 @@ class Loops:
         return dim.strides[self.places.index(place)]
 
     def own(self, size: Size) -> Size:
-        """Expresses a size by the parameter for the outermost size, if it is a multiple of the outermost size."""
+        """Replaces the outermost size in a size by its parameter OUTERMOST, if the size is a multiple of it."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
     def is_linear(self, place: str) -> bool:
-        """True if the linear index of a result element equals its offset in this place."""
+        """True if the offset in a place equals the linear index of the kept dims."""
         return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that the vector width must divide: the vectorised dim, the bounds of parts along it, and the strides of other dims."""
+        """Sizes that must be multiples of the vector width: that of the vectorised dim, bounds of a concat's operands along this dim, and
+        strides of other dims."""
         packed = [place for place in self.memory if place in self.packed]
         rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
         jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
@@ -220,7 +221,7 @@ class Loops:
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
 
     def taken_apart(self) -> list[int]:
-        """Dims of the result whose index must be computed from the linear index, because an offset depends on it."""
+        """Positions of the kept dims whose indices must be computed from the linear index, because an offset depends on them."""
         if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
         scattered = [place for place in self.places if not self.is_linear(place)]
@@ -231,7 +232,7 @@ class Loops:
     def moves_inside(self, op: Op) -> bool:
         """True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        # a part is read only under the condition that guards it
+        # an operand of a concat or pad is read only under the condition that guards it
         if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
             return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
@@ -289,7 +290,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
-    """Merges adjacent dims that one stride can express in all places, and drops dims of size 1."""
+    """Merges adjacent dims over which one loop with one stride per place can iterate. Removes dims of size 1."""
     result: list[LoopDim] = []
     for dim in dims:
         if dim.size == ONE:
@@ -302,7 +303,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Key of a result in memory, in maps such as `Loops.memory`. The name without this suffix is the key of the value before the store."""
+    """Place of a result in memory, as a key of maps such as `Loops.memory`. The name of the result alone is the value before the store."""
     return f"{result} stored"
 
 
@@ -312,5 +313,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Key, in the same maps, of an index that determines which element an op reads."""
+    """Place of an index that determines which element an op reads, as a key of the same maps as `stored`."""
     return f"{op.result.name} {dim}"

@@ -1,4 +1,4 @@
-"""Replaces an outermost size such as `4*B` by a parameter, so that launches with other multiples use the same kernel.
+"""Replaces an outermost size such as `4*B` by a parameter, so that launches over `4*B` and over `B` rows use the same kernel.
 
     keep i in 4*B, j in N
     %x: f32 at i * N + j

@@ -6,8 +6,8 @@ gets
 
     number elements by Index
 
-`Index` has 32 or 64 bits, which is decided at run time. The type matters only if a kernel decomposes the linear index into the indices of
-dims.
+`Index` has 32 or 64 bits, as the sizes of a launch require. The type matters only if a kernel decomposes the linear index into the indices
+of dims.
 """
 
 from dataclasses import replace

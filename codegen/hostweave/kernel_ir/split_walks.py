@@ -1,4 +1,4 @@
-"""Splits the loops over reduced dims into walks: one loop nest for all reductions whose operands are available.
+"""Splits the loops over reduced dims into walks. A walk is one loop nest that does all reductions whose operands are then available.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
@@ -8,8 +8,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-If there is only one walk, it also stores the results that have all dims, unless they depend on a reduction. Otherwise an additional last
-walk stores them. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
+Results that have all dims are stored in an additional last walk. A single walk stores them itself if they do not depend on its reductions.
+Operands of a reduction are computed in its walk, and again in each later walk that needs them.
 """
 
 from collections.abc import Sequence

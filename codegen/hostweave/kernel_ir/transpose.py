@@ -8,8 +8,8 @@ gets
 
     distribute: a block transposes a tile
 
-With tiles, reads and writes of global memory can be vectorised. Afterwards the result is contiguous along the first dim of `keep`, and
-the operands along the last.
+With tiles, reads and writes of global memory can be vectorised. The pass orders the dims of `keep` such that the result is contiguous along
+the first one, and the operands along the last.
 """
 
 from dataclasses import replace
@@ -32,8 +32,7 @@ def transpose(loops: Loops, machine: Machine) -> Loops:
 
 
 def _writes_across(loops: Loops) -> bool:
-    """True if one result is contiguous along the first dim. All other places must be contiguous along the last dim, or constant along
-    it."""
+    """True if one result is contiguous along the first dim, and all other places are contiguous or constant along the last dim."""
     strides = {place: tuple(loops.stride(place, dim) for dim in loops.kept) for place in loops.memory}
     across = [place for place, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
     others = [both for place, both in strides.items() if place not in across]

@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # how exp is computed: as a random function, or so that exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp is a random function, or one with exp(a + b) = exp(a) exp(b)
 
 
 @cache
@@ -61,7 +61,7 @@ def results_of_kernel(
 
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    """Converts indices to i64. An index out of range, for which a program fails, is taken modulo the dim."""
+    """Converts indices to i64, and takes them modulo the dim. In a program, an index out of range is an error."""
     positions: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return positions
 

@@ -34,7 +34,7 @@ def _powers_of_two() -> Elements:
 
 
 def of_floats(x: NDArray[Any]) -> Elements:
-    """Exact elements for f64 numbers, which are integers times powers of two. 0 if a number is not finite."""
+    """Elements for f64 numbers, which are integers times powers of two, and so have exact elements. 0 for a number that is not finite."""
     mantissa, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     whole = np.ldexp(mantissa, 53).astype(np.int64) % PRIME
     elements: Elements = whole.astype(np.uint64) * _powers_of_two()[exponent + (_EXPONENTS - 53)] % P
@@ -47,14 +47,15 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# After glibc has freed an array of this size, glibc keeps freed memory for later arrays. New pages would take longer than the arithmetic.
+# Freeing an array of this size raises glibc's threshold for returning memory to the system. New pages would take longer than the
+# arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
 
 
 def _scratch_like(x: Elements) -> Elements:
-    """Memory for an intermediate result. It is reused, because allocating memory takes longer than the arithmetic."""
+    """Memory for an intermediate result, which the next call reuses, because allocating memory takes longer than the arithmetic."""
     if getattr(_scratch, "size", 0) < x.size:
         _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
     memory: Elements = _scratch.memory[: x.size].reshape(x.shape)
@@ -62,8 +63,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. An array of more than `_MANY` numbers is reduced in place, by a division and a product,
-    which are faster than a remainder."""
+    """Reduces 64-bit numbers modulo the prime. Reduces an array of more than `_MANY` numbers in place, by a division and a product, because
+    a remainder takes longer."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements
@@ -95,7 +96,7 @@ def negative(x: Elements) -> Elements:
 
 
 def inverse(x: Elements) -> Elements:
-    """x to the power of PRIME - 2 = 8 (2^23 - 1) + 1, which is the inverse of x, and 0 for 0."""
+    """Inverse of x, and 0 for 0: x to the power of PRIME - 2 = 8 (2^23 - 1) + 1."""
     if x.size <= _FEW:
         return np.array([pow(number, PRIME - 2, PRIME) for number in x.ravel().tolist()], np.uint64).reshape(x.shape)
     ones = {1: x}  # n -> x to the power of 2^n - 1
@@ -119,7 +120,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
         return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # sums of products of halves are exact in f64
+    for start in range(0, inner, _SUMMED):  # the sums of this many products of halves are exact in f64
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)

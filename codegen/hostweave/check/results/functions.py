@@ -1,6 +1,6 @@
-"""NumPy's functions for arrays in lanes.
+"""NumPy's functions for arrays with lanes.
 
-Functions of ops and instructions have NumPy as an argument. If this is `LANES`, they compute all lanes at once.
+The references of ops and instructions get NumPy as an argument. With `LANES` in its place, they compute all lanes at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hostweave.check.results.lanes import (
     widest_real,
 )
 
-# NumPy function that a random function of the field replaces -> map from any operand into the domain of the NumPy function
+# NumPy function that a random function of the field replaces -> function that maps any operand into the domain of the NumPy function
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
@@ -104,7 +104,7 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """A random function in place of a function that the field lacks. The operand is first mapped into the function's domain."""
+        """Replaces a function that the field lacks by a random function. For the shadow, maps the operand into the function's domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
@@ -311,7 +311,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements count as equal: they are the same number, computed in two ways."""
+    """Compares shadows, but treats numbers with equal elements as equal, because they are the same number, computed in two ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

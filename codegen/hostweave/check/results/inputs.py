@@ -1,5 +1,5 @@
 """Random inputs of a fusion: random elements of the field for floats, and random integers. Integers that ops use as positions or lengths
-cover their whole valid range."""
+are drawn from their whole valid range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
 SMALL_INTEGERS = range(3)  # values of integers that no op uses as positions or lengths
-BITS = 2**16  # values of integers whose bits are reduced by xor: two results of few bits are often equal
+BITS = 2**16  # number of values of integers that xor reduces: with few bits, two results are often equal by chance
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 
 
@@ -34,7 +34,7 @@ def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks: all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and number of cached blocks: all checks of a process draw the same numbers
 
 
 @lru_cache(MAX_BLOCKS)
@@ -63,7 +63,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs, because abs negates only negative numbers
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # opposite signs: abs negates each element for one seed
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
@@ -80,7 +80,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
 
 
 def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """The role and the upper bound of each integer input that has positions, lengths or offsets."""
+    """Maps each integer input that has positions, lengths or offsets to this role and the upper bound of its values."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, bound in _index_roles(fusion, sizes):
         if role != XORED or name not in found:
@@ -90,8 +90,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value only moves elements of
-    another value, yields the other value instead."""
+    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value has only moved elements
+    of another value, yields the name of the latter."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

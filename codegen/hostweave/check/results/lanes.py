@@ -1,11 +1,11 @@
 """Arrays with several lanes: one lane per rank and seed.
 
-The lane is the first dim of every part. Shapes and axes do not include it. A function that branches on a value, such as `int(x)`, raises
-NeedsSingleLane. `apply` then calls it for each lane separately.
+The lane is the first dim of every part, and is not included in shapes and axes. A function that branches on a value, such as `int(x)`,
+raises NeedsSingleLane. `apply` then calls the function for each lane separately.
 
-Integers and bools are exact. A float is a `Real`, which has two parts. The first is the shadow, in f64. It decides comparisons, maxima,
-orders, casts to integers and infinities. The second is an element of a finite field, random and independent of the shadow. Its sums and
-products are exact. Functions that the field lacks, such as sqrt, are random functions of the element.
+Integers and bools are exact. A float is a `Real` with two parts. The shadow, in f64, decides comparisons, maxima, orders, casts to integers
+and infinities. The element of a finite field is random and independent of the shadow. Sums and products of elements are exact. Functions
+that the field lacks, such as sqrt, are random functions of the element.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NeedsSingleLane(Exception):
 
 
 class Lanes:
-    """An array with lanes. A constant has one lane, which stands for all."""
+    """An array with lanes. A constant has one lane, which broadcasts."""
 
     __slots__ = ("parts",)
     __array_ufunc__ = None
@@ -67,7 +67,7 @@ class Lanes:
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """Applies a function to all parts. The function must only move elements."""
+        """Applies a function that only moves elements to all parts."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
@@ -324,7 +324,7 @@ def has_lanes(xs: Iterable[Any]) -> bool:
 
 
 def inner_axis(axis: int, ndim: int) -> int:
-    """The axis of a part, in which the lane is the first dim."""
+    """Axis of a part for an axis of the array: one more, because a part has the lane as its first dim."""
     return axis % ndim + 1
 
 

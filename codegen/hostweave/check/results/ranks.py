@@ -1,8 +1,7 @@
-"""Runs a host program on all ranks in one process. All random inputs are computed at once, as lanes of the arrays (see lanes.py). Ranks
-that reach an instruction with equal layouts execute it together.
+"""Runs a host program on all ranks in one process, for all random inputs at once, as lanes of the arrays (see lanes.py).
 
-A rank runs until it must wait for another rank. The rank with the fewest executed operations runs next, together with all ranks at the same
-instruction.
+The rank with the fewest executed operations runs next, unless it must wait for another rank. Ranks at the same instruction with equal
+layouts execute it together.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class FieldRanks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """The memory that the accesses of these ranks name. All have the same layout. On different streams, ranks may use different
-        buffers."""
+        """The memory that the accesses of these ranks name, with the same layout on each. The buffers may differ: each stream may have its
+        own."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -109,8 +108,8 @@ class FieldRanks:
                     queue.advance()
 
     def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
-        """The queues that can execute the first queue's instruction together: their layouts are equal, and so are the sizes that the
-        instruction uses."""
+        """The queues that can execute the instruction of `first` together, because their layouts, and the sizes that the instruction uses,
+        are equal."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
         place = first.executed_count, first.is_posted
@@ -124,7 +123,7 @@ class FieldRanks:
             if each is not first:
                 has_equal_sizes = of_ranks[each.rank] is roots  # then its layouts are equal, too
                 if packed and (not has_equal_sizes or any(cut.local for cut in packed)):
-                    continue  # depends on the sizes of the rank, and on the offset of its shard
+                    continue  # the instruction depends on the sizes of the rank, or on the offset of its shard
                 if any(by_rank[each.rank] != by_rank[first.rank] for by_rank in values):
                     continue
                 if not has_equal_sizes and each.current and not all(map(_has_equal_layout, accesses, each.current.accesses)):
@@ -133,7 +132,7 @@ class FieldRanks:
         return found
 
     def local_sizes(self, name: str) -> list[tuple[int, ...]]:
-        """For each rank, values of the local sizes that the ops of a kernel read. The offsets of iota are not among them."""
+        """For each rank, values of the local sizes that the ops of a kernel read, except offsets of iota."""
         if name not in self.size_values:
             ops = self.kernels[name].ops if name in self.kernels else ()
             sizes = [size for op in ops for size in _sizes_read(op)]
@@ -144,7 +143,7 @@ class FieldRanks:
         return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if the rank can proceed. A communication posts its data immediately, and ends when all of its sources have posted theirs."""
+        """True if the rank can proceed. It can always post the data of a communication, but receives only once all sources have posted."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
@@ -221,7 +220,7 @@ class FieldRanks:
         return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
     def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Executes puts, gets and signals: copies between the memory of this rank and its peer, and posts the signal."""
+        """Executes puts, gets and signals: copies between the memory of a rank and its peer, and posts signals."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -295,7 +294,7 @@ def _has_equal_layout(one: Access, other: Access) -> bool:
 
 
 def _sizes_read(op: Op) -> list[Size]:
-    """Sizes that the function of an op reads. The offset of an iota is not among them, because it may differ between the lanes."""
+    """Sizes that the function of an op reads, except the offset of an iota, which may differ between the lanes."""
     shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
     return [*shape, *(value for _, value in op.attributes if isinstance(value, Size) and value is not _offset(op))]
 
@@ -406,7 +405,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different offsets on several ranks. Its lanes are those of all ranks, concatenated."""
+    """Memory at different offsets on several ranks. The lanes are those of all ranks, concatenated."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

@@ -59,8 +59,8 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. Small programs have several seeds. A comparison with a wrong bound shows only for numbers between the wrong and the
-    right bound. Programs with integers have the most seeds, because such numbers are rare among integers."""
+    """Number of seeds, larger for small programs. A mistake such as a wrong bound of a comparison shows only for numbers between the wrong
+    and the right bound. Such numbers are rarest among integers, so programs with integers have the most seeds."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -98,9 +98,9 @@ def difference(
 ) -> Difference | None:
     """The first difference between a host program and its fusion, at the sizes of `expected`.
 
-    In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps always differs in this run, so a
-    second run uses exp(a + b) = exp(a) exp(b). If the program also computes with log-sum-exps, it may differ in both runs. The values in
-    f64 then decide.
+    In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run. After a
+    difference, a second run therefore uses exp(a + b) = exp(a) exp(b). If other instructions also read log-sum-exps, a correct program may
+    differ in both runs. The values in f64 then decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -190,7 +190,7 @@ def computed_outputs(
         found = [(rank, index, whole[index]) for index, holders in _blocks(output.type, mesh, whole.shape) for rank in holders]
         for rank, index, block in sorted(found, key=lambda each: each[0]):
             whole_output = ranks.read_whole(rank, output.memory or output.name)
-            actual = whole_output.reshape(block.shape)  # donated memory may have the dims in another order
+            actual = whole_output.reshape(block.shape)  # a donated input may have the dims in another order
             yield ComparedOutput(output.name, rank, actual, block, index, whole.shape)
 
 
@@ -261,9 +261,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if the program packs
-    blocks. With as many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger
-    sizes. The variant runs the branches of such sizes at small sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: with as
+    many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger sizes; the variant
+    runs the branches for these at small sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
@@ -290,12 +290,12 @@ def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
 
 @ir.analysis
 def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
-    """Instructions that compute or communicate. The key of an instruction is its form without values."""
+    """Instructions that compute or communicate, each keyed by its form without values."""
     return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Replaces the values of expressions, which an execution writes into its instruction, by 0."""
+    """Replaces the expressions of a computation by 0, because an executed instruction has values in their place."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
@@ -375,7 +375,7 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 
 def count_elements(fusion: Fusion, sizes: Sizes) -> float:
-    """Number of elements that all ops compute. A hundred multiplications of a matmul count as one element."""
+    """Number of elements that all ops compute. A matmul counts as one element per hundred multiplications."""
     return _count_elements(fusion, tuple(sizes.items()))
 
 
