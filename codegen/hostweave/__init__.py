@@ -76,7 +76,7 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module at the first use of one of its names, so that `import hostweave` stays fast. Tracing does not need these modules."""
+    """Imports a module that tracing does not need at the first use of one of its names, so that `import hostweave` is fast."""
     if name not in _MODULE_OF:
         raise _unknown(name)
     return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)
@@ -88,7 +88,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _call_of_torch(_: type[Tensor], function: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Lets torch functions accept tensors of a fusion. PyTorch calls this function. The core does not import torch."""
+    """Function that PyTorch calls if a torch function gets a tensor of a fusion. Imports `hostweave.torch`, because the core does not."""
     return _imported("hostweave.torch.functions").call(function, args, kwargs or {})
 
 

@@ -43,9 +43,9 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
-    Lowers the program and verifies it after every pass. Then checks it for races and deadlocks, unless `options.check` disables that. No
-    C++ compiler is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the
-    user's source if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
+    Lowers the program and verifies it after every pass. Then checks for races, deadlocks and wrong results, as `Options.check` says. The
+    C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the user's source if a program is
+    invalid, cannot be lowered, has a race or deadlock on some rank, or computes wrong results.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -137,8 +137,7 @@ class Program:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Choices of the compiler for reshards next to matmuls: how each one overlaps, with the times of the alternatives. See
-        `explain`."""
+        """Choices of the compiler for reshards next to matmuls, with the times of the alternatives. `explain` shows them as text."""
         return self.host.choices
 
     @property
@@ -235,9 +234,9 @@ class Program:
     def bind(self, **arrays: Any) -> Program:
         """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
 
-        Bound arrays are checked once, so they add no cost to a call. For calls of the program they are local arrays of this rank, and for
-        `run` they are global arrays. A call reads a bound array in place, and therefore sees later writes to it. `run` may instead keep
-        each rank's block from its first call on. Both programs share memory and streams, and `close` closes both.
+        Bound arrays are checked only once, so calls are faster. For calls of the program, they are local arrays of this rank, and for `run`
+        global arrays. A call reads a bound array in place, and so sees later writes to the array. `run` may instead keep the blocks of its
+        first call. Both programs share memory and streams, and `close` closes both.
 
         Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
         number of dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the
@@ -264,12 +263,11 @@ class Program:
         the outputs to. These arrays must not overlap each other or the inputs. `group` is the default group if it is not given.
 
         If ranks are processes, each rank assumes that sharded dims are even. If they are not, `sizes` gives global sizes by name: those of
-        uneven dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for it, and gets
-        None for such an output.
+        uneven dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for this input,
+        and gets None for an output on such a mesh.
 
-        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library. By default that is the current
-        stream of the arrays' library. The call is ordered with other work on that stream. On the CPU target the call returns when its work
-        is done.
+        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library, by default the current stream of
+        the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns when its work is done.
 
         Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, in this call or in an earlier
         one.

@@ -54,7 +54,7 @@ class Compiled:
 
     @property
     def title(self) -> str:
-        """Name of the program in messages. For a variant, the name is followed by the difference."""
+        """Name of the program in messages, followed by the difference of a variant."""
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Compiled:
         """The same program without the chunk loops that the compiler chose."""
         made, ways = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
-            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # then the compiler may choose other loops for the same matmuls
+            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # repeated, because the compiler may then choose other loops for the same matmuls
             made = self.otherwise("in sequence", ways=ways)
         return made
 

@@ -24,12 +24,11 @@ class Options:
     - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
     - `check`: True proves the host program free of races and deadlocks, and compares the results with those of the fusion. By default,
       meshes of up to 16 ranks are checked.
-    - `sizes`: typical sizes of dims by name. Other sizes count as 4096. If a tensor can be resharded in several ways, the compiler chooses
-      the one that moves the fewest bytes at these sizes.
+    - `sizes`: typical sizes of dims by name, by which the compiler chooses. Other sizes count as 4096.
     - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
       known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
       the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
-      All sizes must then be stated. "off" runs all communication in sequence. The compiler always keeps a `.stream(...)` of the program. A
+      All sizes must then be stated. "off" runs all communication in sequence, except for loops that the program states by `.stream(...)`. A
       call whose sizes a chosen loop does not divide runs sequentially. `Program.explain` shows the choices.
     - `ways`: overrides choices of the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
       means sequential execution.

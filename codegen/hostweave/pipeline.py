@@ -115,8 +115,8 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Facts of the host IR, each with two passes. The fact holds after the first pass, until the second pass runs. `LEVELS` has the facts of the
-# fusion IR. A host program that a user wrote need not satisfy the facts.
+# Facts of the host IR: each is checked after every pass from the first named pass on, until the second one runs. `LEVELS` has the facts of
+# the fusion IR. A host program that a user wrote need not satisfy the facts.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -128,8 +128,8 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. A fusion that already has chunk loops enters after `choose_overlap`. A host program is only
-    verified.
+    """Lowers a fusion to a host program. Passes up to `choose_overlap` are skipped for a fusion that already has chunk loops. A host
+    program is only verified.
 
     `observe(name, program)` is called for every stage: first for the input, with the name "input", then for the result of each pass. Raises
     ProgramError with the position in the user's source if the program is invalid or cannot be lowered.
@@ -195,7 +195,7 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """Verifies a stage. A program that the pass did not change is verified only if stricter rules apply from this stage on."""
+    """Verifies a stage. An unchanged program is verified only if stricter rules apply from this stage on."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)

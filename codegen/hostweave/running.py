@@ -46,7 +46,7 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. Variants refer to it instead of to each other, so none keeps another alive."""
+    """Identity that a program shares with its variants, which refer to it instead of to each other, so that none keeps another alive."""
 
 
 class Running:
@@ -78,7 +78,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. Raises ExecutionError before building if they cannot run here."""
+        """Module for `ranks` ranks in this process. If they cannot run here, raises ExecutionError without building."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
@@ -86,7 +86,7 @@ class Running:
     # --- variants ---
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call. If the chosen loops do not divide its sizes, the variant without these loops makes it."""
+        """Makes a call. If the chosen loops do not divide its sizes, lets the variant without these loops make the call."""
         try:
             return call(self)
         except LoopsDoNotDivide:
@@ -117,8 +117,8 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the loaded library cannot do the program's communication. Not cached, because another package may load a library
-        later."""
+        """Reason why the loaded library cannot do the program's communication, or "". Not cached, because another package may load a
+        library later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:

@@ -30,7 +30,7 @@ R = TypeVar("R", bound=Runner)
 
 
 class Variants(Generic[R]):
-    """The variants of one program. A variant is compiled when a call first needs it. The logger `hostweave` reports this.
+    """The variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
 
     All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says how a variant differs.
     Iteration yields all variants that exist.
@@ -64,7 +64,7 @@ class Variants(Generic[R]):
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> R:
-        """The program for `machine`, whose figures list the memory that ranks cannot access."""
+        """The program for `machine`, whose figures say which transports the ranks cannot use."""
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", ways={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:
@@ -82,8 +82,8 @@ class Variants(Generic[R]):
         """The program with constants in place of sizes that its ranks cannot share evenly. None if there are no such sizes, or if constants
         are impossible.
 
-        Each owner keeps the variants for its last few sizes. An owner is a group, or the runner of all ranks. All ranks of a group make the
-        same calls, so they keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
+        Each owner, a group or the runner of all ranks, keeps the variants for its last few sizes. All ranks of a group make the same calls,
+        and so keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())

@@ -63,10 +63,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line inside this context.
-
-    Used where a recorded graph is traced: no frame on the stack belongs to the graph's author.
-    """
+    """Makes `location` the user's line inside this context, for tracing of a recorded graph, whose author's code is not on the stack."""
     token = _stated.set(location)
     try:
         yield
@@ -92,7 +89,7 @@ class ProgramError(HostweaveError, ValueError):
 
 
 class UnknownAttribute(ProgramError, AttributeError):
-    """A missing attribute. It is also an AttributeError, so `hasattr` returns False."""
+    """A missing attribute. Derived from AttributeError too, so that `hasattr` returns False."""
 
 
 class ParseError(ProgramError):

@@ -1,4 +1,4 @@
-"""Makes fork safe: in a child process no lock is held by a thread of the parent, and no module is half imported."""
+"""Makes fork safe: in the child, locks are free although a thread of the parent held them, and no module is half imported."""
 
 import concurrent.futures.thread  # noqa: F401  # registers its handlers of forks here, not while a fork waits
 import os
@@ -13,8 +13,8 @@ _Lock = TypeVar("_Lock")
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child inherits the pipe of that process, and a reader of the pipe waits
-# until the child exits.
+# Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open for
+# readers.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()

@@ -1,7 +1,7 @@
 """Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. Therefore
-another thread does such work and the main thread only waits. The work stops at its own calls of `expect_not_interrupted`.
+another thread does the work, and the main thread only waits. The work stops where it calls `expect_not_interrupted`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WAIT_TIMEOUT = 15.0  # seconds that interrupted work has to end
 
 
 class Interrupted(BaseException):
-    """Ends work whose caller no longer waits. Only that caller sees this exception."""
+    """Ends work whose caller no longer waits."""
 
 
 class _Task(Generic[T]):
@@ -65,9 +65,9 @@ class _Task(Generic[T]):
                 self._error = error
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the end. Returns True if the work has ended.
+        """Waits up to `seconds` for the end of the work. Returns True if the work has ended.
 
-        Polls `is_done`: if an interrupt arrives right after a lock was taken, nobody releases the lock.
+        Polls, because an interrupt right after a lock was taken would leave the lock taken forever.
         """
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
@@ -103,10 +103,10 @@ _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=N
 
 @explains_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
-    """Runs `work` and returns its result. If called on the main thread, another thread runs it.
+    """Runs `work` and returns its result. On the main thread, lets another thread run the work.
 
-    A signal may raise an exception in the main thread meanwhile. The work then stops at its next `expect_not_interrupted`, or when
-    `stop(reason)` ends its waits. The exception is raised once the work has ended, or after 15 seconds.
+    If a signal raises an exception in the main thread meanwhile, the work stops at its next `expect_not_interrupted`, or when
+    `stop(reason)` ends its waits. The exception is raised when the work has ended, at the latest after 15 seconds.
 
     Raises ExecutionError if the machine has too little memory, or too few files or threads.
     """
@@ -130,7 +130,8 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Runs `work` on another thread and returns its result.
 
-    Raises TimeoutError if the work does not end in time. It then stops at its next `expect_not_interrupted`, or continues unattended.
+    Raises TimeoutError if the work does not end in time. The work then continues in the background, up to its next
+    `expect_not_interrupted`.
     """
     task, deadline = _Task(work), time.monotonic() + seconds
     try:

@@ -37,7 +37,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the steps of the block on a terminal, under the name `what`. Steps of a nested block count for the outermost block."""
+    """Shows the progress of the block on a terminal, under the name `what`. Steps of nested blocks count as steps of the outermost one."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:
@@ -72,7 +72,7 @@ def step_done(name: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line on stdout. It replaces the progress line on a terminal."""
+    """Prints a line on stdout, which replaces the progress line on a terminal."""
     with _line.lock:
         if is_terminal():
             sys.stderr.write(_CLEAR)

@@ -1,5 +1,5 @@
-"""Remedies for shortages of disk space, open files, memory and threads. Each is found by a pattern in the messages of compilers, loaders
-and Python."""
+"""Remedies for shortages of disk space, open files, memory and threads, found by patterns in the messages of compilers, loaders and
+Python."""
 
 from __future__ import annotations
 

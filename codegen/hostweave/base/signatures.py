@@ -25,7 +25,7 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
             if any(map(_has_bools, (*args, *options.values()))) and (problem := _wrong_type_of(function, args, options, _has_bools)):
-                raise ProgramError.here(problem)  # Python would accept a bool as an int
+                raise ProgramError.here(problem)  # checked first, because Python accepts a bool as an int
             return function(*args, **options)
         except HostweaveError:
             raise

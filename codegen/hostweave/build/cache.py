@@ -1,8 +1,8 @@
 """Cache of built programs and their objects. Each entry is a folder that is published atomically by a rename.
 
 `HOSTWEAVE_CACHE` sets the cache's folder and `HOSTWEAVE_CACHE_LIMIT` its maximum size. If several processes need the same entry, one
-makes it and the others wait. Cached code runs with the user's rights. The cache therefore refuses folders that other users can write, and
-entries whose files changed after they were published.
+makes it and the others wait. Cached code runs with the user's rights, so the cache refuses folders that other users can write, and files
+that changed after they were published.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """Failed build whose message names the log. Builds that depend on it report the same message."""
+    """A failed build. The message names the log; builds that depend on the failed one raise the same message."""
 
 
 def key_of(*parts: str) -> str:
@@ -116,12 +116,12 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp of a folder. Every edit of a file below the folder changes it. Computing it reads no file contents.
+    """Stamp that changes with every edit of a file below the folder. Computed without reading file contents.
 
-    If a file was edited after this process began to import the package, the process may run the old code. The stamp is then a random value.
+    The stamp is random if a file was edited after this process began to import the package, because the process may run the old code.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    latest = time.time_ns() + _MAX_CLOCK_SKEW  # later times were written before the clock was set back
+    latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if is_edited else "")
@@ -228,10 +228,8 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the others are within the limit.
-
-    This reads all entries, so nothing is done if the last eviction was less than `period` seconds ago.
-    """
+    """Removes the least recently used entries until the others are within the limit. Does nothing if the last eviction was less than
+    `period` seconds ago, because each reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
@@ -310,8 +308,7 @@ def _expect_own(folder: Path) -> None:
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError if another user can replace the folder. In a folder with the sticky bit, only the owner of an entry can replace
-    it."""
+    """Raises BuildError if another user can replace the folder: one who owns a folder above it, or can write to one without sticky bit."""
     for at in _path_components(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
@@ -344,8 +341,7 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file for the dynamic loader. Replacing the file later does not affect that
-    path.
+    """Opens a cached library, and yields a path of the open file for the dynamic loader, which no later replacement of the file affects.
 
     Raises BuildError if other users can write to the file, or if it is not the file that was published.
     """
@@ -359,8 +355,8 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # For the loader, equal paths are the same library. File descriptors are reused, so the path of a descriptor is spelled differently
-        # each time.
+        # The loader takes equal paths for the same library, and file descriptors are reused. So each time, the path of a descriptor is
+        # spelled differently.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:
@@ -387,7 +383,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_same_file(file, path):  # the previous holder of the lock has removed the file
+            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file, so opens it again
                 continue
             try:
                 yield True
@@ -409,7 +405,7 @@ def _await_lock(file: int) -> None:
 
 
 def _close_locks() -> None:
-    """Closes inherited lock files in a forked process. A lock would be held as long as any process has its file open."""
+    """Closes inherited lock files in a forked process, because a lock is held as long as any process has its file open."""
     for file in _lock_files:
         with contextlib.suppress(OSError):  # the parent may have closed it already
             os.close(file)

@@ -65,7 +65,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core, each of which includes some of the sources. Most compile time goes to headers that all sources share."""
+    """Writes one file per core, each of which includes some of the sources, because most compile time goes to headers that all include."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -74,7 +74,8 @@ def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
-    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. These may be built at the same time.
+    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`, which are built at the same time if
+    missing.
 
     Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
     linker fails.
@@ -125,7 +126,7 @@ def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """Returns a text and the texts that it includes from the program's folder. Comments are emptied, but their lines remain."""
+    """Returns a text and the texts that it includes from the program's folder, with empty comments in place of the text of comments."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]

@@ -1,6 +1,7 @@
 """Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each kernel becomes a cubin that is embedded in the program's module. There, the kernel's name denotes a `hw::JitKernel` (hostweave/jit.h).
+Each kernel becomes a cubin that is embedded in the program's module, in which the kernel's name denotes a `hw::JitKernel`
+(hostweave/jit.h).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# Divisions have an error of up to 2 ulp. Exact division would double the time of most kernels. NVRTC 13.0 warns (186) where an op that
-# supports all dtypes, such as relu, compares an unsigned number with zero.
+# -prec-div=false: divisions have an error of up to 2 ulp; exact division would double the time of most kernels.
+# -diag-suppress=186: NVRTC 13.0 warns if an op that supports all dtypes, such as relu, compares an unsigned number with zero.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false", "-diag-suppress=186")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the types that the host compiler uses too
 
@@ -71,7 +72,7 @@ def units_of(kernels: str) -> list[Unit]:
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units: each paragraph after the marker line, preceded by the text before that line.
+    """Splits a runtime file into units. Each paragraph after the marker line is a unit, preceded by the text before this line.
 
     A file without the marker line is one unit.
     """
@@ -92,7 +93,7 @@ def _kernel_in(text: str) -> str:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The NVRTC library, and the architecture that it compiles for."""
+    """The NVRTC library, and the architecture for which it compiles."""
 
     library: Path
     arch: str  # "sm_90"
@@ -141,8 +142,8 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 def loader(cubins: Mapping[str, Path]) -> str:
     """Returns the text of a C++ file that embeds cubins. `cubins` maps names of units to files.
 
-    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank. The device functions
-    that they call have no constant bank.
+    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank, which the device
+    functions that they call do not have.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

@@ -1,7 +1,7 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache key is the IR without source locations and predictions of the cost model. Edits that only move lines therefore cause no build. The
-cached sources then keep the line comments of the first build.
+The cache key is the IR without source locations and predictions of the cost model. So edits that only move lines cause no build, and the
+cached sources keep the line comments of the first build.
 
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are first
 written to it.
@@ -86,7 +86,7 @@ def build(
 def load(path: Path, dlopen_flags: int) -> ModuleType:
     """Loads the module of a built program, with the dlopen flags of its target. Raises BuildError if the file cannot be loaded.
 
-    First loads the cached libraries that the module needs, after checking their files. The dynamic loader then finds them by soname.
+    First checks and loads the cached libraries that the module needs, which the dynamic loader then finds by their sonames.
     """
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]

@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops. -O2 doubles their compile time. Compiling them separately takes twice as long as compiling one merged unit.
+# Files without hot loops, which are compiled with -O1 instead of -O2, and as one merged unit. Each of the two halves their compile time.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -58,7 +58,7 @@ class Toolchain:
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
         """Returns the command that links objects into a shared library. Its rpath has the folders of the libraries that it needs.
 
-        A needed library with a `soname` is not searched for: the process has already loaded it, and the loader finds it by that name.
+        The loader does not search for a library with a `soname`, because the process has already loaded a library of this name.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
@@ -85,10 +85,10 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime. It exists at `path` after `make` was called. `make` raises BuildError if it fails.
+    """A library of the runtime. `make` builds it at `path`, or raises BuildError.
 
-    Each cached library has a unique `soname`, by which the loader finds the copy that `load` has checked and loaded. Without it, the loader
-    would open the file again.
+    Each cached library has a unique `soname`, by which the loader finds the copy that `load` has checked and loaded, instead of opening the
+    file again.
     """
 
     path: Path

@@ -78,8 +78,8 @@ def _negated() -> Fusion:
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """Measures the bandwidth of a collective, of a put and of a get. The loop that puts or gets multiplies by one column, in negligible
-    time."""
+    """Measures the bandwidth of a collective, of a put and of a get. Puts and gets need a loop with a matmul, which has one column, and so
+    takes negligible time."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)

@@ -62,8 +62,8 @@ def enqueued(source: str) -> str:
 
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
-    """Runs the program. Prints the error of each rank against NumPy, and the time of a call. Returns the largest error divided by the
-    tolerance."""
+    """Runs the program, and prints the error of each rank against NumPy, and the time of a call. Returns the largest error as a fraction of
+    the tolerance."""
     names = {name for value in fusion.inputs for dim_size in value.type.shape for name in dim_size.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)

@@ -32,8 +32,8 @@ def highlighted(text: str, language: str) -> str:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """The lexer of both IRs. Its keywords come from the tables of the printers and parsers. Text that belongs to neither IR becomes an
-    Error token."""
+    """The lexer of both IRs, with keywords from the tables of printers and parsers. Text that belongs to neither IR becomes an Error
+    token."""
     declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     attributes = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")

@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offsets in the arena, one per copy, and the host IR lines of its first and last use. Each stream may have a copy."""
+    """A temporary: its offsets in the arena (one, or one per stream), and the lines of its first and last use in the host IR."""
 
     name: str
     type: str
@@ -41,8 +41,7 @@ class MemoryPlan:
 
 
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """Computes the plan that `prepare` makes on a rank, with the same planner. Raises ProgramError if a size is not divisible as
-    required."""
+    """Computes the plan that `prepare` makes on a rank, with the same planner. Raises ProgramError if a size does not divide evenly."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
     layout = replay.events.place()
     lines, rows = line_numbers(program), []
@@ -141,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. They need a workspace from the arena, because the caller's stream has none."""
+    """Matmuls on the caller's stream, which need a workspace from the arena, because this stream has none."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

@@ -16,10 +16,10 @@ MIN_SHARE = 0.1  # fraction of the bytes of a rank's inputs and outputs
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """Returns one line with its location for each costly choice. `fusion` is the last stage before the host IR. Missing `sizes` have
-    defaults.
+    """Returns one line for each costly choice, with its location. `fusion` is the last stage before the host IR. Sizes that are not in
+    `sizes` have defaults.
 
-    Gathers that the user requested by `hw.reshard` or `.stream` are not reported. A copy is reported if a communication cannot use a view.
+    Gathers that the user requested by `hw.reshard` or `.stream` are not reported.
     """
     bound = RankSizes(default_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
@@ -64,7 +64,7 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
 
 
 def _copies_to_donated(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Yields the copies of results into donated memory. Such a result could not be computed in place."""
+    """Yields the copies of results into donated memory in which they could not be computed."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, count in _copies(host.body, sizes, 1):
         if copy.dst in donated:

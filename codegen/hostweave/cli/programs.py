@@ -1,4 +1,4 @@
-"""Loads fusions from files, such as `examples/seeds.py:ag_matmul`. Constants of the file can be replaced."""
+"""Loads fusions from files, such as `examples/seeds.py:ag_matmul`, and replaces constants of these files."""
 
 import ast
 import re

@@ -37,7 +37,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     - The result is rounded once, and so are the results of up to three ops before it: rtol = 4 u.
     - A sum of n such terms is a random walk of size sqrt(n). If terms are added sequentially, each addition has an error of up to a times
       the sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n. At most b =
-      512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors: 2 a b sqrt(n / b).
+      512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors, in total 2 a b sqrt(n / b).
     - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. So are their D - 1 sums, of size up to sqrt(n). If all errors
       have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
@@ -54,9 +54,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value of a fusion without calls at these sizes, valid for every way to compute it.
+    """Tolerance for a value of a fusion without calls at these sizes, valid for every way to compute the value.
 
-    In a chain of sums and products, the reduction lengths multiply. The numbers of ranks that have terms of a sum multiply too.
+    In a chain of sums and products, the reduction lengths multiply, and so do the numbers of ranks that have terms of a sum.
     """
     explicit = with_partial_sums(fusion)
     types = explicit.types

@@ -400,7 +400,7 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return f"hw::to_f32({value})"
     if computed.kind == "float" and dtype.kind in ("int", "uint"):
         return f"hw::to_int<{dtype.cpp}>({value})"
-    return f"{dtype.cpp}({value})"  # C++ promotes narrow integers to int, so convert back
+    return f"{dtype.cpp}({value})"  # converts back from int, to which C++ promotes narrow integers
 
 
 def _is_small_float(dtype: DType) -> bool:

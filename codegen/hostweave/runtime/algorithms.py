@@ -1,4 +1,4 @@
-"""cuBLASLt algorithms that `Options(tune=True)` measured. They are stored in the cache, and all ranks use the same ones."""
+"""cuBLASLt algorithms that `Options(tune=True)` measured. The cache keeps them, and all ranks of a group use the same ones."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class MeasuredAlgorithms:
-    """Algorithms that this process has loaded or measured, for devices with the same name."""
+    """Algorithms that this process has loaded or measured for the devices named `device`."""
 
     def __init__(self, module: ModuleType, device: str):
         """Loads the algorithms that earlier processes measured."""
@@ -27,7 +27,7 @@ class MeasuredAlgorithms:
         self._use(self._saved())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms. For each problem, the algorithm of the lowest rank that has measured it is used.
+        """Makes all ranks use the same algorithms: for each problem, that of the lowest rank that knows one.
 
         `gather` sends a record of this rank, and returns the records of all ranks, indexed by rank.
         """

@@ -18,7 +18,7 @@ from hostweave.types.zigzag import Zigzag
 def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Returns the inputs of a call in the order of the parameters, from positional and named arguments. Bound inputs are not included.
+    """Returns the positional and named arguments of a call in the order of the parameters, without those of bound inputs.
 
     Raises ArgumentError if an argument is missing, unknown, bound or given twice. The message names the program and the argument.
     """
@@ -82,7 +82,7 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
 
 
 def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
-    """Returns the local block of a torch DTensor. Any other array is returned unchanged.
+    """Returns the local block of a torch DTensor, or any other array unchanged.
 
     Raises ArgumentError if the DTensor's mesh or placements differ from those of the program's type.
     """
@@ -117,13 +117,13 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
         raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
 
 
-# --- bound inputs: a program with bound inputs takes only the others --------------------------------------------------
+# --- bound inputs -----------------------------------------------------------------------------------------------------
 
 
 class BoundInputs:
     """Bound arrays of a program by name, and the inputs that its calls still take.
 
-    The checks here need neither the other inputs nor the rank's device. The first call makes the remaining checks.
+    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call makes the others.
     """
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):

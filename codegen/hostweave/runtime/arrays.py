@@ -1,6 +1,6 @@
 """Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and other libraries that support DLPack.
 
-One object per library implements the same few methods. Slicing and assignment need no methods, because their syntax is the same in all.
+One object per library implements `ArrayLibrary`. Slicing and assignment need no methods, because all libraries have the same syntax.
 """
 
 import sys
@@ -29,11 +29,8 @@ class ArrayLibrary(Protocol):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of all properties of an array that a call checks, including its address. Arrays with equal keys are interchangeable in a
-        call.
-
-        None if the key cannot be computed quickly.
-        """
+        """Key of all properties of an array that a call checks, including its address, so that arrays with equal keys need no new check.
+        None if the key cannot be computed quickly."""
         return None
 
     def give(self, array: Array) -> Array:
@@ -71,7 +68,7 @@ class ArrayLibrary(Protocol):
 
 
 class ArrayView(NamedTuple):
-    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. The default is an absent array."""
+    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. The defaults stand for no array."""
 
     global_shape: tuple[int, ...]  # shape of the global array that this block is part of
     address: int = 0
@@ -309,7 +306,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage. Wrapper tensors and meta tensors have none, and some of them raise if it is requested."""
+    """True if a tensor has storage. Wrapper and meta tensors have none, and some of them raise if asked for their storage."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

@@ -22,7 +22,7 @@ class GlobalResult:
 
     library: ArrayLibrary
     device: int
-    array: Array = None  # the donated array: in the form that the library's methods take, and as the caller gave it
+    array: Array = None  # the donated array in the form that the library's methods take; the next field has it as the caller gave it
     given: Array = None
 
 
@@ -95,9 +95,8 @@ class GlobalCall:
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
     """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
-    Raises ArgumentError if an array is missing or unknown. The message names the program and the argument. Also raises ArgumentError if the
-    dtype, number of dims, device or size of an array does not fit the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops
-    do not divide the sizes.
+    Raises ArgumentError if an array is missing or unknown, or if its dtype, number of dims, device or size does not fit the parameter's
+    type. The message names the program and the argument. Raises LoopsDoNotDivide if the chosen chunk loops do not divide the sizes.
     """
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)

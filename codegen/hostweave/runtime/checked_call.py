@@ -26,7 +26,7 @@ _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
 @dataclass(frozen=True)
 class BoundTable:
-    """Checked bound inputs of a program on a rank, with a free slot for each other input."""
+    """Checked inputs that a program has bound on a rank, with an empty slot for each input that calls pass."""
 
     library: ArrayLibrary | None  # library of the first array on this rank
     shapes: tuple[Shape | None, ...]  # shape of each input; None if calls pass the input
@@ -44,7 +44,7 @@ class BoundTable:
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """Checked arrays that a call passes, and the destinations of its outputs. It keeps no array alive."""
+    """Result of checking the arrays of a call, and the destinations of its outputs. Keeps no array alive."""
 
     table: BoundTable
     library: ArrayLibrary | None  # library of the first array on this rank
@@ -78,7 +78,8 @@ class Arguments:
         verifies_calls: bool,
         windows: Windows,
     ):
-        """`native_table` creates the native part of a BoundTable. `verifies_calls` is True if the ranks compare shapes before a call."""
+        """`native_table` creates the native part of a BoundTable. `verifies_calls` is True if the ranks compare shapes before every
+        call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
@@ -89,7 +90,7 @@ class Arguments:
     def check_call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> CheckedCall:
-        """Returns the checked arrays of a call. Uses the cache if they were checked before. Raises ArgumentError if they do not fit."""
+        """Checks the arrays of a call, unless equal arrays were checked before. Raises ArgumentError if they do not fit."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
@@ -112,7 +113,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> CheckedCall:
-        """Checks each array of a call, then all of them together."""
+        """Checks each array of a call, and then their sizes and addresses together."""
         name = self._host.name
         expect_count(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -207,10 +208,8 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
-        """Raises ArgumentError if an output array or a donated input overlaps another argument.
-
-        A program may write such an array before it has read the other arguments.
-        """
+        """Raises ArgumentError if an output array or a donated input overlaps another argument, which the program could then read too
+        late."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
         last = last_written = Span(0, 0, 0, "", False)  # the earlier span with the largest end
@@ -235,7 +234,7 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global arrays. None if this rank knows only local shapes."""
+        """Shapes of the global inputs, if this rank can compute them without the other ranks. Otherwise None."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

@@ -1,4 +1,4 @@
-"""Schedules of the CPU target: parallel, or inside `seeded` one operation at a time, in an order that a seed determines."""
+"""Schedules of the CPU target: in parallel, or one operation at a time in an order that a seed determines (`seeded`)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +52,7 @@ def seeded(
 
     With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
     `buffered_sends`, a send may complete before its recv starts. If either of them is None, the seed decides. `check_dependencies` is on by
-    default. It reports conflicting accesses that are not ordered, even if they do not collide in this order. Raises ArgumentError for an
+    default, and reports conflicting accesses that nothing orders, even if this schedule happens to order them. Raises ArgumentError for an
     unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.

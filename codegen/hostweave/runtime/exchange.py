@@ -1,7 +1,7 @@
 """Exchanges between the hosts of ranks: each rank contributes a record, and gets the records of all ranks.
 
-If one rank reports a failure, the others stop waiting. Records are usually signatures of calls. They show whether all ranks are about to
-make the same call.
+If one rank reports a failure, the others stop waiting. Most records are signatures of calls, by which ranks check that all of them are
+about to make the same call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exchange:
     This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
     """
 
-    blocks_on_failure = False  # True if `failure` returns as soon as some rank reports a failure; False if it polls or only sleeps
+    blocks_on_failure = False  # True if `failure` returns as soon as a rank reports a failure; False if it polls or only sleeps
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
@@ -59,19 +59,19 @@ class Exchange:
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
-        """Reason why the group has failed, according to some rank. Waits up to `timeout` seconds for one."""
+        """Reason that some rank has reported why the group has failed, or None after `timeout` seconds without a report."""
         time.sleep(timeout)
         return None
 
     def announce(self, text: str) -> None:
-        """Announces to the watchdogs of the other ranks that this rank joins the next exchange."""
+        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange."""
 
     def announced(self) -> tuple[int, str] | None:
         """Number of the exchange that was announced last, and the text of the announcement."""
         return None
 
     def publish_position(self, text: str) -> None:
-        """Publishes the position of this rank."""
+        """Publishes where in its calls this rank is, for reports of other ranks."""
 
     def gather_positions(self, timeout: float = 0) -> list[str | None]:
         """Positions of all ranks. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
@@ -327,7 +327,7 @@ class CallSignature:
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:
-    """Describes the first difference between some rank and rank 0, or the error of a rank. None if all ranks can continue."""
+    """Describes the first error of a rank, or the first difference between a rank and rank 0. None if all ranks can continue."""
     first = signatures[0]
     for rank, signature in enumerate(signatures):
         if signature.error:

@@ -81,7 +81,7 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed: the report of some rank, or a store that does not answer. None if it has not failed."""
+        """Reason why the group has failed, as some rank reported, or because the store does not answer. None if it has not failed."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
@@ -96,7 +96,7 @@ class FallibleGroup:
         """Marks the group as failed on this rank and on all others."""
 
         def fail() -> None:
-            if not self._failure:  # otherwise the other ranks were informed before
+            if not self._failure:  # otherwise the other ranks know
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 
@@ -151,19 +151,19 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program. Other ranks refer to the sizes by this number."""
+        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces to the watchdogs of the other ranks that this rank joins the next exchange. `sizes` contains the sizes of a call if
-        this rank compares them."""
+        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange, in which it compares the `sizes`
+        of call `call`, if given."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message that another rank waits in an exchange, but this rank has skipped it and begun the next call. None otherwise."""
+        """Message that another rank waits in an exchange that this rank has skipped by beginning the next call. None otherwise."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

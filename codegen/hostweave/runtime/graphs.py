@@ -15,10 +15,10 @@ CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls
 class CommonGraphs:
     """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. Needed if ranks signal each other.
 
-    Signals in graphs are counted separately from signals in other calls, so all ranks must decide alike. A rank knows only whether its own
-    arrays repeat. Because all ranks make the same calls, they can vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
-    graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as
-    graphs until the next vote. For new arrays, a rank then captures another graph. Otherwise calls run without graphs until the next vote.
+    Signals in graphs are counted separately from signals in other calls, so all ranks must decide alike, but a rank knows only whether its
+    own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for graphs if nearly all of
+    its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as graphs until the next vote,
+    and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
     """
 
     def __init__(self) -> None:

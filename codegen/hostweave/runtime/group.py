@@ -124,8 +124,8 @@ def current(group: str = "default") -> Group | None:
 class Group(FallibleGroup):
     """Ranks that call programs together, as one of the ranks sees them. `hw.init` returns a group.
 
-    `rank` is the index of this rank, and `count` is the number of ranks. `local_rank` is its index among the ranks on its host. A group
-    that has failed cannot be used again.
+    `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. A
+    group that has failed cannot be used again.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
@@ -266,7 +266,7 @@ class Group(FallibleGroup):
             if self.closed:
                 return
             self.closed = True
-            self._send(self._announce_leaving)  # first, because freeing a channel may wait for other ranks
+            self._send(self._announce_leaving)  # before channels are freed, which may wait for other ranks
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
@@ -303,7 +303,7 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Compares the signatures of all ranks, and returns them, indexed by rank. All ranks must be about to do the same.
+        """Exchanges and compares the signatures of all ranks, which say what each is about to do. Returns them, indexed by rank.
 
         If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
         times out. `waits_for` is appended to that message.
@@ -426,7 +426,7 @@ class Group(FallibleGroup):
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Makes a call that all ranks make. If it fails, the group fails on all ranks. A failed capture does not fail the group."""
+        """Makes a call that all ranks make. A call that raises fails the group on all ranks, unless the error is CaptureError."""
         self._calls += 1
         try:
             with native_calls:
@@ -437,7 +437,7 @@ class Group(FallibleGroup):
             reason = f"rank {self.rank}: {reason_of(error)}"
             first = self._failure or self._known_failure() or member.stopped or reason
             self.fail(first)
-            if first != reason and isinstance(error, Exception):  # this error is a consequence of the first failure
+            if first != reason and isinstance(error, Exception):  # `error` is a consequence of an earlier failure
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
@@ -450,7 +450,7 @@ class Group(FallibleGroup):
             return of_threads
         exchange = StoreExchange(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            # a call that waits for a stopped rank 0 ends first
+            # shorter than the timeout of a call, so that a call that waits for a stopped rank 0 ends first
             store.answer_timeout = min(store.answer_timeout, self.call_timeout + SEND_TIMEOUT)
             for key, reason in exchange.last_wills().items():
                 store.on_disconnect(key, reason.encode())
@@ -479,7 +479,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not announce that the rank leaves."""
+    """Marks all groups as unusable in a forked child, which must not announce that the rank leaves: the parent is still the rank."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()

@@ -1,7 +1,7 @@
 """Prevents programs from running while the interpreter exits, or in a forked child of a process that ran programs.
 
-When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Therefore
-running calls are stopped first, and no new ones begin.
+When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. So this module
+first stops running calls, and lets no new ones begin.
 """
 
 import os
@@ -63,7 +63,7 @@ class _Calls:
         self._wait(_INTERRUPT_TIMEOUT)
 
     def finish(self) -> None:
-        """Waits for background threads of the runtime. The wait is limited, because they may wait for other ranks."""
+        """Waits a limited time for background threads of the runtime, which may themselves wait for other ranks."""
         deadline = time.monotonic() + _BACKGROUND_TIMEOUT
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))
@@ -95,8 +95,8 @@ def expect_running() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call this before the first import or construction. If another thread was importing a module at the fork, an import of that module in the
-    child never ends.
+    Must be called before the first import or construction: if another thread was importing a module at the fork, an import of this module
+    in the child never ends.
     """
     global _used
     if _forked:
@@ -105,8 +105,8 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function for the exit of the interpreter. The function is called if calls are still running at exit. It must stop the
-    calls that do not poll."""
+    """Registers a function that is called if calls are still running at the exit of the interpreter. It must stop those that do not poll
+    `expect_running`."""
     _interrupts.append(interrupt)
 
 

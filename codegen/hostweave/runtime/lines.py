@@ -33,8 +33,8 @@ def add_source_lines(error: ExecutionError, module: ModuleType) -> None:
 
 @cache
 def _source_lines(file_of_module: str) -> dict[int, str]:
-    """Maps line numbers of a module's program.cpp to the user's lines. A line belongs to the last source comment above it, up to an empty
-    line."""
+    """Maps line numbers of a module's program.cpp to the user's lines. A source comment applies to the lines below it, up to an empty line
+    or the next comment."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()
     except OSError:  # the cache was cleared

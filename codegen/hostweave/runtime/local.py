@@ -56,9 +56,9 @@ class LocalProgram:
     ):
         """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
 
-        `lacks` names the library calls that this rank lacks, or is "". If any rank passes a non-empty text, no channel is created.
-        `out_of_reach` is then that text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if
-        the ranks have different programs. Raises CaptureError if the stream of the first call is being captured.
+        `lacks` names the library calls that this rank lacks, or is "". If a rank passes a non-empty text, no channel is created, and
+        `out_of_reach` is this text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the
+        ranks have different programs. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
         self.host, self.target, self._group = host, target, group
@@ -107,8 +107,8 @@ class LocalProgram:
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """Reason why this rank cannot access the memory of peers, or "". It may concern only some channels. If the program has optional
-        transports, all ranks return the reason of the lowest rank that has one."""
+        """Reason why this rank cannot access the memory of peers on some channel, or "". If the program has optional transports, all ranks
+        return the reason of the lowest rank that has one."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
@@ -219,7 +219,7 @@ class LocalProgram:
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
         """Stages prepared calls: allocates memory for them, and copies arrays from the GPUs of other ranks.
 
-        Returns a function that makes the calls by `work`. That function has to run on the rank's thread.
+        Returns a function that passes the staged calls to `work`. The rank's thread must call this function.
         """
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
@@ -279,8 +279,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides together with the other ranks whether calls run as graphs from now on. If some rank cannot capture, no rank uses
-        graphs."""
+        """Decides together with the other ranks whether calls run as graphs from now on. No rank uses graphs if one of them cannot."""
         unseen = native.unseen
         vote = common.vote(unseen) and (common.agreed or self._can_capture(native, checked_call, addresses))
         answers = self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)
@@ -324,7 +323,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # before ranks compare sizes: if this raises, a variant without loops makes the call and compares
+        if changed:  # before ranks compare sizes: if this check raises, a variant without loops makes the call and compares
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:
@@ -340,12 +339,12 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks. Skipped if the shapes are those of the last call."""
+        """Compares the sizes of a call with those of the other ranks, unless the shapes are those of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._exchanges_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks a call together with the other ranks. Bound inputs are exchanged only after they have changed."""
+        """Checks a call together with the other ranks. Ranks exchange facts about bound inputs only if these have changed."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -419,11 +418,10 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Surrounds the creation of plans. In groups of processes, all ranks then use the algorithms that one of them has measured.
+        """Context in which plans are made. In groups of processes, all ranks then use the algorithms that one of them has measured.
 
-        Ranks exchange algorithms when they first make plans, and when all of them prepare new sizes. If only the arrays of this rank have
-        changed, nothing is exchanged, because plans for known sizes measure nothing new. Ranks of a program without communication exchange
-        algorithms only when they first make plans.
+        Ranks exchange algorithms when they first make plans and, if the program communicates, when all of them prepare new sizes. If only
+        the arrays of this rank have changed, nothing is exchanged, because plans for known sizes measure nothing new.
         """
         gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)
         alone = not self._exchanges_algorithms or self._group.count == 1 or self._group.in_process
@@ -482,7 +480,7 @@ def _shapes_of(checked_call: CheckedCall) -> object:
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall) -> CallSizes:
-    """Sizes of a call. A method would create a reference cycle, which would delay freeing the program."""
+    """Sizes of a call. Not a method, because a reference cycle would delay freeing the program."""
     return CallSizes(checked_call.all_shapes, arguments.global_shapes(checked_call) or tuple(_even_shapes(host, checked_call.all_shapes)))
 
 

@@ -1,4 +1,4 @@
-"""Providers give a rank its index and the store of its group. There is one small class for each way to start ranks."""
+"""Providers, which give a rank its index and the store of its group: one class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Provider(Protocol):
 
 
 def _wait_for(queue: SimpleQueue[int]) -> None:
-    """Waits for an item. Polls, because a signal that arrives just before the wait would otherwise not be handled."""
+    """Waits for an item. Polls, because otherwise a signal just before the wait would be handled only after the wait."""
     while True:
         try:
             queue.get(timeout=POLL_SECONDS)
@@ -90,12 +90,12 @@ class Threads:
         return self._store
 
     def table(self, epoch: str) -> ThreadTable:
-        """Shared state of the group with that epoch. Its threads exchange records through it."""
+        """Shared state through which the threads of the group with this epoch exchange records."""
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Provider for some of these threads, in this order. Each of them gets the same object."""
+        """Provider for some of these ranks, in this order. Each of these ranks gets the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -153,7 +153,7 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Makes ranks raise, in their current wait or in their next call. Waits briefly for their threads."""
+        """Makes all ranks raise in their current wait or next call, and waits briefly for the threads to end."""
         self.fail(why)
         deadline = time.monotonic() + _JOIN_TIMEOUT
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -229,7 +229,7 @@ class TorchStore:
 
 
 class _PolledTorchStore:
-    """A store of torch.distributed. It is polled, because a blocking call would block the other threads of the process."""
+    """A store of torch.distributed. Waits by polling, because a blocking call would block the other threads of the process."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -352,7 +352,7 @@ def _own_hosts() -> list[str]:
 
 Environ = Mapping[str, str]
 
-# Not a usual value of MASTER_PORT, and below the ephemeral ports.
+# used without MASTER_PORT: not a usual value of MASTER_PORT, and below the ephemeral ports
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16
@@ -443,9 +443,9 @@ def first_node(nodes: str) -> str:
 
 
 def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
-    """Ports to try, and the name of the job. Both are the same on all ranks. MASTER_PORT itself belongs to torch.distributed."""
+    """Ports to try, and the name of the job, both equal on all ranks. MASTER_PORT itself is left to torch.distributed."""
     names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher gives the job no name, but the processes on one host have the same parent.
+    # MPICH's launcher does not name the job, but the processes on one host have the same parent
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job

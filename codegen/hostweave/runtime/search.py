@@ -1,4 +1,4 @@
-"""The search of `Options(overlap="search")`: runs the best alternatives of each choice and keeps the fastest.
+"""The search of `Options(overlap="search")`: runs the program with the best alternatives of each choice, and keeps the fastest.
 
 Results are stored as JSON in the cache folder, by program, options and machine. Later compiles use them without running anything.
 """
@@ -37,7 +37,7 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """Returns the choices of a program with measured times. The alternatives that were run come first, in order of their times.
+    """Returns the choices of a program with measured times. In each choice, the alternatives that were run come first, fastest first.
 
     `make` compiles the program with given alternatives. `key` identifies the options and the machine. Raises ProgramError if a size is not
     stated. Raises ProgramError in a process that is one of several ranks, unless an earlier result is stored.

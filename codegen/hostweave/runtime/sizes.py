@@ -1,4 +1,4 @@
-"""Sizes of calls. Ranks that are processes compare them whenever sizes change."""
+"""Compares the sizes of calls between ranks that are processes, whenever sizes change."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LastSizes:
     """Sizes of the last calls of a program and its variants, on one rank of a group.
 
     Ranks compare sizes before a call whose sizes differ from those of the previous call. If the ranks' sizes are consistent, all of them
-    compare before the same calls. A rank announces that it compares. If another rank has begun that call without comparing, the watchdog of
-    that other rank reads the announcement and fails the group.
+    compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing, the
+    watchdog of the latter reads the announcement and fails the group.
     """
 
     def __init__(self, group: Group):

@@ -1,5 +1,5 @@
-"""Report of a hang. For each rank and stream it shows the last finished line, the first unfinished line, and the ranks for which the
-unfinished line waits.
+"""Report of a hang. For each rank and stream, the report shows the last finished line, the first unfinished line, and the ranks for which
+the unfinished line waits.
 
 Each rank describes its position as a list of `RankPosition`, one per program, in JSON. `describe` combines the positions of all ranks.
 """
@@ -130,7 +130,7 @@ def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequ
 
 
 def _late_ranks(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequence[list[RankPosition] | None]) -> Iterator[str]:
-    """Text for each rank that has not arrived at the communication, with its known state."""
+    """Text for each rank that has not arrived at the communication, with the known state of the rank."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue

@@ -1,8 +1,8 @@
 """Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
-The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. First, client and
-server prove to each other that they know the job's name and token. They do not send the name or the token. A server rejects the ranks of
-another job that try its port. A client rejects the server of another job.
+The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. When a client
+connects, both sides prove that they know the job's name and token, without sending these. So no rank uses the server of another job by
+mistake.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class MemoryStore:
             return self._values[key]
 
     def fail(self, reason: str) -> None:
-        """Ends all waits. From then on every `get` raises ExecutionError, even if the key is set."""
+        """Ends all waits. Afterwards every `get` raises ExecutionError, even if the key is set."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -184,7 +184,7 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
-        """Waits for a value. Ends early if the client disconnects. A waiting client sends nothing, so any input means that it
+        """Waits for a value, or until the client disconnects. A waiting client sends nothing, so any input means that it has
         disconnected."""
         if key not in self._values and timeout > 0:
             waiter, end = self.loop.create_future(), self.loop.create_task(client.read(1))
@@ -325,7 +325,7 @@ def _interface(host: str) -> tuple[socket.AddressFamily, str]:
     if host:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         is_number = ":" in host or host.replace(".", "").isdigit()
-        # Many /etc/hosts map this host's name to loopback, while other hosts resolve it to an interface.
+        # many /etc/hosts files map this host's name to loopback, although other hosts resolve the name to an interface
         if is_number or host == "localhost" or not ipaddress.ip_address(address).is_loopback:
             return family, str(address)
     return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""

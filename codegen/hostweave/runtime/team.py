@@ -37,7 +37,7 @@ _STOP_TIMEOUT = 60.0  # seconds that stopped ranks get to answer; on the CPU tar
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
 _kept_alive: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
-_run_lock = reset_after_fork(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
+_run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks: two such programs could deadlock
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Timing:
 class Team:
     """Ranks of one group, which all programs of a target share. After a failure of the group the team is `broken`, and must be replaced.
 
-    Do not use it from the main thread, which handles signals (see `interruptibly`).
+    The main thread must not use a team, because it handles signals (see `interruptibly`).
     """
 
     def __init__(self, size: int):
@@ -112,7 +112,7 @@ class Team:
         with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            # on the current thread, because waking the ranks' threads costs more
+            # on the current thread, because waking the ranks' threads takes longer than the work
             staged_calls = [program.staged(calls) for program in programs]
         with self.lease(module, programs[0].target, schedule()):
             return self.each(lambda rank: staged_calls[rank](work), programs)
@@ -131,8 +131,8 @@ class Team:
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
 
-        Stops all ranks, wherever they wait, in three cases: this wait is interrupted, `programs` make no progress, or `work` fails a rank's
-        group. Other errors do not stop the other ranks. Raises the error that made the group fail, or else the first error.
+        Stops all ranks, wherever they wait, in three cases: this call is interrupted, `programs` make no progress, or the group fails.
+        Other errors of a rank do not stop the others. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -171,7 +171,7 @@ class Team:
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))
 
     def _abort(self, reason: str) -> None:
-        """Aborts all ranks at the same time, because the abort of one may have to wait for another."""
+        """Aborts all ranks at the same time, because the abort of one rank may wait for that of another."""
         for group in self.groups[:1]:
             group.exchange.fail(reason)  # also ends waits on the host
         stopping = [threading.Thread(target=group.abort, args=(reason,)) for group in self.groups]

@@ -2,7 +2,7 @@
 
 A failure is one of these: a call exceeds its timeout, the store does not answer, or another rank reports a failure, leaves, or makes a
 different call. The watchdog thread then reports the position of every rank and aborts the channels, which ends all waits. A separate
-listener thread reads the reports of other ranks from the store. The watchdog thread thus continues if the store does not answer.
+listener thread reads the reports of other ranks, so that a store that does not answer does not block the watchdog thread.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Watchdog:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads when the group is closed. If a thread were still in C++ code of the store when Python exits, the process would
-        abort."""
+        """Ends the threads when the group is closed, because a thread in C++ code of the store at the exit of Python aborts the process."""
         self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTEN_SECONDS)
 
 
-# One of the threads may free the group, and with it device memory. Inside `with calls`, the interpreter does not exit meanwhile.
+# The threads may free the group, and with it device memory. They do so inside `with calls`, so that the interpreter does not exit
+# meanwhile.
 
 
 def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:
@@ -68,8 +68,8 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """Returns a pair: the exchange of the group, and the reason why this rank cannot continue, or None. Returns None instead of a pair if
-    the group is freed or has failed."""
+    """Returns the exchange of the group, and the reason why this rank cannot continue or None. Returns None instead of both if the group is
+    freed or has failed."""
     group = group_ref()
     return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 

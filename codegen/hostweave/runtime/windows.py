@@ -1,4 +1,4 @@
-"""Arrays in windows: each rank allocates one by `Group.empty`, and the other ranks access it in place."""
+"""Arrays in windows, which `Group.empty` allocates on each rank, and other ranks access in place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _build_lock = reset_after_fork(threading.Lock())
 
 
 class WindowPosition(NamedTuple):
-    """Position of an array in window memory. It is the same on all ranks if the arrays come from the same calls of `empty`."""
+    """Position of an array in window memory, equal on all ranks if their arrays come from the same call of `empty`."""
 
     number: int
     offset: int
@@ -72,7 +72,7 @@ class WindowArray:
 
 
 class _HostBytes:
-    """A buffer with the array interface of NumPy. NumPy arrays that use it keep the memory alive."""
+    """A buffer with the array interface of NumPy. NumPy arrays on this buffer keep the memory alive."""
 
     def __init__(self, memory: Any, size: int):
         self._memory = memory

@@ -24,7 +24,7 @@ class _Cpu(Target):
     is_asynchronous = False
     is_simulated = True
     needs_one_host = True
-    # The CPU device defines the same symbols as the CUDA libraries. Another package may have loaded those with global visibility.
+    # The CPU device defines the same symbols as the CUDA libraries, which another package may have loaded with global visibility.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
     wheel_requirements = ("ml_dtypes>=0.4", OPENBLAS)
@@ -46,8 +46,7 @@ class _Cpu(Target):
 
     @cache  # noqa: B019 -- there is only one object
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little memory for OpenBLAS. OpenBLAS allocates per thread, and ends the process if that
-        fails."""
+        """Raises MemoryError if there is too little memory for OpenBLAS, which allocates per thread, and ends the process if this fails."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)
@@ -65,7 +64,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """The machine whose GPUs the target emulates. Both targets thus compile equal programs."""
+        """The machine whose GPUs the target emulates, so that both targets compile equal programs."""
         return H200
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:

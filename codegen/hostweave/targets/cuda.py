@@ -116,8 +116,8 @@ def why_no_puts(ranks: int) -> str:
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "" if it is not. Checks the NCCL to build with and, if one is loaded, the loaded
-    NCCL."""
+    """Reason why NCCL is too old for a transport, or "". Checks the NCCL with which programs are built, and the loaded one if there is
+    one."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -126,7 +126,7 @@ def why_not(transport: Transport) -> str:
 
 
 def why_no_scales(scaling: str) -> str:
-    """Reason why cuBLASLt cannot multiply 8-bit floats with this kind of scales here. It is "" if it can, or if there is no GPU."""
+    """Reason why cuBLASLt cannot multiply 8-bit floats with this kind of scales here, or "". Without a GPU, always ""."""
     if not cuda.gpus():
         return ""
     number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())

@@ -1,4 +1,4 @@
-"""Time that each operation of a host program takes if it runs alone on a machine, and the engine that executes it."""
+"""Predicts the time that each operation of a host program takes if it runs alone on a machine, and the engine that executes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch whose kernel takes more time than reading and writing its operands once.
+    """Work of a launch, adjusted for ops that take another time than reading and writing their operands once.
 
     A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table exceeds the cache, the
     excess fraction of these reads goes to memory.
@@ -186,8 +186,8 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Work of sends and recvs that are posted as a group. Both directions overlap, so the slower one determines the time. Collectives of a
-    group run one after another."""
+    """Work of a group. Its sends overlap with its recvs, so the slower direction determines the time. Its collectives run one after
+    another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":
@@ -222,7 +222,7 @@ def _ordering(operation: Operation, machine: Machine) -> Work:
 
 
 def _forking(operation: Operation, machine: Machine) -> Work:
-    return Work(FORK_SECONDS if operation.waits else 0.0)  # counted on the stream that waits
+    return Work(FORK_SECONDS if operation.waits else 0.0)  # the stream that waits takes the time
 
 
 _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {

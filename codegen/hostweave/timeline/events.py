@@ -16,7 +16,7 @@ class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
     `after` has the indices of events that must end before this one starts. `meets` has the indices of events that must start before this
-    one proceeds, including its own index. For a collective these are its events on all ranks.
+    one proceeds, including its own index: for a collective, those of its events on all ranks.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the events on the critical path. Each event is preceded by the event that it waits for longest."""
+        """Indices of the events on the critical path, in order. Before each event is the one for which it waits longest."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
@@ -118,7 +118,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Indices of the events that an event waits for. Includes events on other ranks that delayed its collective or signal."""
+        """Indices of the events for which an event waits, including those on other ranks that delayed its collective or signal."""
         event = self.events[number]
         awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]

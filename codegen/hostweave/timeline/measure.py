@@ -29,7 +29,7 @@ def marked(program: ir.HostProgram) -> ir.HostProgram:
 def _marked(body: tree.Body) -> tree.Body:
     found: list[tree.Instruction] = []
     for i in body:
-        if i.work or i.posts or i.grouped:  # a group is marked as a whole, because its members are posted together
+        if i.work or i.posts or i.grouped:  # one pair of marks for a group, because its members are posted together
             mark = ir.Mark(location=i.location)
             found += [mark, i, mark]
         else:
@@ -65,7 +65,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Assigns the measured times to the tasks between two marks. A group is one task. A rank that takes no part in it may have no task."""
+    """Assigns the times of each pair of marks to the task between the marks. There may be none, if the rank takes no part in a group."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []

@@ -35,8 +35,8 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs are allocated all the time, temporaries
-    between allocate and deallocate."""
+    """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs count all the time, and temporaries between
+    allocate and deallocate."""
     live_bytes = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, live_bytes
@@ -51,13 +51,13 @@ def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[t
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
-    """Returns the events of tasks whose times are known. Tasks that neither work nor wait for a signal are omitted."""
+    """Returns the timeline of tasks whose times are known, without those that neither work nor wait for a signal."""
     shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
 
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
-        """Indices of the events that a task waits for. Tasks that are not shown are replaced by the tasks that they wait for."""
+        """Indices of the events for which a task waits. A task that is not shown is replaced by its predecessors."""
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 

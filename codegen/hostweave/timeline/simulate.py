@@ -1,8 +1,8 @@
 """Simulates the operations of all ranks on a machine: when each starts, and how long it takes while others run.
 
-A stream executes one operation after another. An operation that waits for an event or a signal starts once that has occurred. A
-communication proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their
-occupancy, links evenly. Computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
+A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
+proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy,
+links evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Rendezvous:
-    """Tasks of several ranks that must all have started before a communication of one of them proceeds."""
+    """Tasks of several ranks, all of which must have started before a communication of one of them proceeds."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]
@@ -76,8 +76,8 @@ def simulate(ranks: list[list[SimulatedTask]]) -> None:
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Returns the tasks of one rank. Each follows the last task of its stream and its dependencies. If communications are serialised, a
-    communication also follows the previous one."""
+    """Returns the tasks of one rank. Each follows the last task of its stream, and the operations for which it waits. A communication that
+    may be serialised also follows the previous one."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
     engine: dict[object, str] = {}  # stream -> engine that its last operation used
@@ -150,7 +150,7 @@ class _Simulator:
             self.finish(task)
 
     def start(self, ready: list[SimulatedTask]) -> None:
-        """Starts tasks, and then all tasks that can start because a started one takes no time."""
+        """Starts tasks. If a started task takes no time, also starts the tasks that wait for it."""
         while ready:
             task = ready.pop()
             task.start = self.now
@@ -191,7 +191,7 @@ class _Simulator:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # no slowdown if it leaves multiprocessors free
+                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # less slowdown if it leaves multiprocessors free
             elif task.work.engine == "kernels":
                 ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))

@@ -1,8 +1,8 @@
 """Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
 
 A matmul takes the time of its waves of tiles, or the time to read its operands if that is longer. Any other op takes the time to read its
-operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated: matmuls run one after
-another, and so do communications. Each of them starts when its operands are ready.
+operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated as two queues, one of
+matmuls and one of communications, whose items start as soon as their operands are ready.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
 SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split if there are few tiles
-# Tiles of Hostweave's kernels for grouped matmuls: one uses warpgroups, and the other is for groups of few rows. An outer product first
-# transposes its rows.
+# Tiles of Hostweave's kernels for grouped matmuls: that of a kernel with warpgroups, and that of one for groups of few rows. The kernel for
+# outer products is slower, because it first transposes its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATING_SHARE = 0.85  # fraction of the multiprocessors that have to read to reach the full memory bandwidth
+SATURATING_SHARE = 0.85  # smallest fraction of the multiprocessors whose reads reach the full memory bandwidth
 MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
-MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
+MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, for which the kernel for few rows is used: hw::kMostWeights
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 BLOCK_BANDWIDTH = 300e9  # bytes per second that such a kernel sends in blocks
 PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
@@ -65,7 +65,7 @@ class Product:
 
     @property
     def rate(self) -> float:
-        """Rate for its dtype relative to the rate for 16-bit floats."""
+        """Speed of the tensor cores for the dtype, relative to 16-bit floats."""
         return {1: 2.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
 
     def seconds(self, machine: Machine) -> float:
@@ -74,10 +74,8 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Fraction of the GPU that it occupies, from 0 to 1. Another matmul can use the rest.
-
-        The larger of two fractions counts: of the multiprocessors, or of the memory bandwidth.
-        """
+        """Fraction of the multiprocessors or of the memory bandwidth that the matmul occupies, whichever is larger, from 0 to 1. Another
+        matmul can use the rest."""
         if not self.count * self.rows * self.columns:
             return 1.0
         _, blocks, computed = self._fastest(machine)
@@ -191,8 +189,8 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
     """Extra seconds of an attention with sharded keys, as (with gathered keys, with one block of keys per rank).
 
-    With gathered keys, a second gather starts, and the gathered keys are copied to the layout of attention. With blocks, a rank packs its
-    own keys and values, and combines all results. `gathered` and `result` are in bytes.
+    With gathered keys, these are the start of a second gather, for the values, and copies of the gathered keys to the layout of attention.
+    With blocks, a rank packs its own keys and values, and combines all results. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
@@ -257,7 +255,7 @@ def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest number of elements that the consuming kernels should send to each other, instead of a collective. 0 if they never should."""
+    """Largest number of elements for which the consuming kernels should exchange data themselves, instead of a collective. 0 if none."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
@@ -268,7 +266,7 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
     """Extra seconds of a gather by copy engines, as (copying the rank's own shard, rearranging all shards).
 
-    Copy engines do not move the rank's own shard. No transport can interleave shards along an inner dim.
+    Copy engines do not move the rank's own shard. Shards of an inner dim must be rearranged, because no transport can interleave them.
     """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out

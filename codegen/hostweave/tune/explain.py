@@ -19,9 +19,9 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program. Each communication and each attention has a line. Functions come first.
+    """Explains the program, with a line for each communication and each attention, first those of functions.
 
-    `fusion` is the last stage before the host IR, and `host` is the host IR that it was lowered to.
+    `fusion` is the last stage before the host IR, and `host` is the host IR to which it was lowered.
     """
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
@@ -86,7 +86,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
-    """Text for a communication that other ops hide too little for a separate stream: how much they could hide. Otherwise ""."""
+    """How much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
     could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
     if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""

@@ -1,4 +1,4 @@
-"""Candidates for overlap: reshards that a chunk loop can hide behind matmuls or attention, with the predicted time of each alternative."""
+"""Candidates for overlap: reshards that a chunk loop can hide behind matmuls or attention, and predicted times of the alternatives."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Candidate:
     ranks: int
     size: Size  # global size of the dim that is split
     shards: int  # number of shards of that dim during the loop
-    unknown: tuple[str, ...]  # names of needed sizes that are not stated
+    unknown: tuple[str, ...]  # names of the sizes that the prediction needs and that are not stated
     is_even: bool  # True if all sharded dims are known to divide evenly, which windows require
     keys: GatheredKeys | None = None
 
@@ -96,8 +96,8 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Other consumers read it
-        after the loop.
+        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value, and the gathered dim. Other
+        consumers read the value after the loop.
 
         All operands of these matmuls must be computed before the first of them.
         """
@@ -120,7 +120,8 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
+        """Returns the matmul whose result has the reduction as its only consumer, and the chunked dim. The chunked operands must not come
+        from a communication or a loop."""
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -164,7 +165,7 @@ class _Finder:
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
     """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule.
 
-    The numbers of chunks divide the dim. Keys have one chunk per rank.
+    All numbers of chunks divide the dim. Loops over keys have one chunk per rank.
     """
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
@@ -199,13 +200,13 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory. Windows require that sizes divide evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory, for which all sizes must divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
 
 def _may_copy(options: Options, is_even: bool) -> bool:
-    """True if copy engines may communicate outside of loops. `is_even` is True if ranks share all sizes evenly."""
+    """True if copy engines may communicate outside of loops. `is_even` is True if all sizes divide evenly among ranks."""
     transport = options.transport_carrying(SIGNALS)
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
@@ -213,8 +214,9 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Way, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
-    A collective is always possible. Copy engines are possible if ranks can access each other's memory: ranks put operands that are not in
-    windows, and get operands that are. With one chunk per rank, the shards of a matmul operand stay separate, and one matmul reads each.
+    A collective is always possible. If ranks can access each other's memory, so are copy engines: ranks put operands that are not in
+    windows, and get operands that are. With one chunk per rank, the shards of a matmul operand stay separate, and a loop of matmuls reads
+    them.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -254,7 +256,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """Returns the result of `product_by_shards` if all sizes are known and the ranks share its columns evenly. Otherwise None."""
+    """Returns the result of `product_by_shards` if all sizes are known and the ranks split its columns evenly. Otherwise None."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
@@ -285,7 +287,7 @@ def min_gain(sequential: float) -> float:
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop: those between the producer of its operand and its first
+    """Seconds of the ops that can overlap with a reshard outside of a loop: those between the op that computes its operand and its first
     consumer."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
@@ -317,9 +319,9 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Best earlier position for the op at `position`: the ops between hide its time. Never later than `position`.
+    """Latest position at most `position` at which later ops hide all time of the op at `position`, or else the earliest possible one.
 
-    The op stays behind the kernel that produces its operand. Pointwise ops that read this operand are part of that kernel.
+    The op stays behind the kernel that computes its operand, to which pointwise ops that read this operand also belong.
     """
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
@@ -371,9 +373,9 @@ def _is_large(op: Op) -> bool:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Reorders ops to fill the time in which others wait for a communication. Matmuls that no large op depends on move down to fill it.
+    """Moves matmuls on which no large op depends, such as gradients of weights, down to positions at which ops wait for a communication.
 
-    Gradients of weights are such matmuls. Each passes at most two communications, because its operands stay alive until then.
+    Each passes at most two communications, because its operands stay alive until then.
     """
     needed = needed_by_large(ops)  # does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication

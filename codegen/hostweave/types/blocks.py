@@ -14,8 +14,7 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of local size `size`, split into `blocks` blocks. The cuts are where `blocks` ranks would split the global dim. Text: `4 of
-    M`."""
+    """A dim of local size `size`, split into `blocks` blocks, as `blocks` ranks would split a dim of this size. Text: `4 of M`."""
 
     blocks: int
     size: Size
@@ -53,7 +52,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """True if concatenating the blocks gives the tensor's memory: only the first dim longer than 1 is cut."""
+    """True if the blocks are consecutive in the tensor's memory, because only the first dim longer than 1 is cut."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -79,9 +78,9 @@ class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. Every receiver gets each of its blocks exactly once.
 
     Senders cut each dim of their local tensor into `sent` blocks, and receivers into `received` blocks, both in row-major order. If a
-    receiver already holds a block, the block's route begins and ends at that rank. Otherwise the receivers are distributed round robin over
-    the ranks that hold the block. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends. Such
-    blocks may be empty.
+    receiver already holds a block, the block's route begins and ends at that rank. Otherwise, if several ranks hold the block, receivers
+    are assigned to them round robin. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends, and
+    may be empty.
     """
 
     sent: tuple[int, ...]
@@ -106,7 +105,7 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """True if some rank sends its whole local tensor to several others. A broadcast sends it only once."""
+        """True if some rank sends its whole local tensor to several others, which a broadcast sends only once."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
@@ -150,13 +149,12 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if every source shard may overlap every target shard, because both shard counts may divide the dim unevenly."""
+        """True if any source shard may overlap any target shard, because one of the shard counts may divide the dim unevenly."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
-        """Least common multiple of the two shard counts: with this many equal blocks, each shard on either side is a whole number of
-        blocks."""
+        """Least common multiple of the two shard counts, a number of equal blocks of which each shard on both sides consists."""
         return lcm(self.source_shards, self.target_shards)
 
     @property

@@ -19,7 +19,7 @@ HOST = 8  # GPUs per host, unless a `Network` gives another number
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times until one rank has received its data. In a collective it receives from all other ranks, in a put or get from one."""
+    """Measured times of a transfer, by the bytes that one rank receives: from all other ranks in a collective, from one in a put or get."""
 
     by: str  # one of LINKS
     ranks: int
@@ -37,9 +37,9 @@ class Link:
 @checked_arguments
 @dataclass(frozen=True)
 class Network:
-    """Network between hosts. Each GPU has the full `bandwidth`, in both directions at the same time.
+    """Network between hosts. Each GPU can send and receive with the full `bandwidth` at the same time. Hosts have consecutive ranks.
 
-    `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Consecutive ranks fill one host before the next.
+    `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
     Raises ProgramError for figures that are not above 0.
 
@@ -70,10 +70,10 @@ class Network:
 class Machine:
     """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
 
-    A matmul runs in waves. In a wave, each multiprocessor computes one tile. A wave takes `wave` seconds, plus the number of its
-    floating-point operations divided by `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is
-    the reason why ranks cannot access each other's memory. `no_scales` lists unsupported kinds of scales (tensor, row or block) of 8-bit
-    matmuls, each with the reason.
+    A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
+    operations at `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
+    cannot access each other's memory, or "". `no_scales` lists unsupported kinds of scales (tensor, row or block) of 8-bit matmuls, each
+    with the reason.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Machine:
 
 KB, MB = 2**10, 2**20
 
-# H200 in one host with NVLink. These figures are the default if none were measured.
+# H200 in one host with NVLink, the default if no figures were measured.
 H200 = Machine(
     name="NVIDIA H200",
     multiprocessors=132,

@@ -20,7 +20,7 @@ class Mesh:
     """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are in row-major order: the last axis varies
     fastest.
 
-    `hw.Mesh()` is a single device. The method `ranks` makes a mesh of some of the ranks.
+    `hw.Mesh()` is a single device. The method `ranks` returns a mesh of some of the ranks.
 
     Raises ProgramError if an axis has no name or a size below 1, or if there are more than 65536 ranks.
 
@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def is_run(self) -> bool:
-        """True if its ranks are consecutive integers."""
+        """True if the numbers of the ranks are consecutive."""
         first = self.all_ranks[0]
         return tuple(self.all_ranks) == tuple(range(first, first + self.size))
 
@@ -197,7 +197,7 @@ def local_range(size: int, ranks: int, rank_in_group: int) -> range:
 
 
 def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
-    """Range of elements of one rank's block, in a buffer that holds the blocks of all ranks contiguously.
+    """Range of elements of one rank's block, in a buffer that holds the blocks of all ranks one after another.
 
     A rank's block is its shard of dim `dim`. If `dim` is None, the elements are split evenly.
     """

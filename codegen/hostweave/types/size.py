@@ -77,14 +77,14 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shares of `ranks` ranks may differ. Such a size is an int that `ranks` does not divide, or a single factor with a
-        symbol of `uneven`."""
+        """True if the shards of `ranks` ranks may differ in size: if the size is an int that `ranks` does not divide, or a single factor
+        with a symbol of `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
 
     def ceil_div(self, ranks: int) -> Size:
-        """Shard size of every rank but the last ones, if `ranks` ranks split the size."""
+        """Size of a full shard if `ranks` ranks split the size. Shards of the last ranks may be smaller."""
         return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
     def __add__(self, other: int | Size) -> Size:
@@ -106,7 +106,7 @@ class Size:
         return Size(self.coefficient * other.coefficient, self.factors + other.factors, self.divisor * other.divisor)
 
     def __floordiv__(self, other: int) -> Size:
-        """Exact quotient. Divisibility is checked once the size is known."""
+        """Exact quotient. Divisibility is checked when the size is known."""
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
@@ -152,7 +152,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CeilDiv:
-    """Shard size of every rank but the last ones: ceil(size / ranks)."""
+    """Size of a full shard, ceil(size / ranks). Shards of the last ranks may be smaller."""
 
     size: Size
     ranks: int
@@ -191,7 +191,7 @@ class LocalSize:
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        # A rank outside the mesh never uses the value.
+        # the value does not matter for a rank outside the mesh
         rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0
         return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 

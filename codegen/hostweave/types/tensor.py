@@ -133,7 +133,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Partial result: each rank holds a term. Reducing the terms by `op` over the mesh axes gives the result.
+    """Marks a tensor of which each rank holds a term. Reducing the terms by `op` over the mesh axes gives the tensor.
 
     `op` is sum, prod, min, max, avg, and, or, or xor.
     """
@@ -175,8 +175,8 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if the two types have the same dtype and mesh, and the same dims in any order. Their local tensors then fill the same
-        memory."""
+        """True if the two types have the same dtype and mesh, and the same dims in any order, so that their local tensors have equally many
+        bytes."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
     @cached_property
@@ -259,7 +259,7 @@ class TensorType:
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Index of a rank's block in a global array of this shape. With it a rank can read only its part of a file.
+        """Index of a rank's block in a global array of this shape, by which a rank can read only its part of a file.
 
         Returns one slice per dim, or an array of indices for a dim in zigzag. Raises the errors of `shard`.
 
