@@ -43,7 +43,7 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-constexpr uint16_t kLeast = 0xfefe;  // repeated, its bytes form -1.7e38 in f32
+constexpr uint16_t kLeast = 0xfefe;  // written twice, it is -1.7e38 in f32
 
 // Fills the rows of tokens that belong to no sequence.
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
@@ -65,9 +65,9 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// True if this package's kernels are used, because cuDNN lacks the combination. With a bias, cuDNN supports only the top-left
-// diagonal, and with lengths only diagonals that start in a corner. If the last rows attend to all columns, cuDNN supports no
-// window and no backward pass.
+// True if cuDNN lacks the combination, so that this package's kernels are used. With a bias, cuDNN supports only the diagonal
+// from the top left. With lengths, it supports only diagonals from a corner. If the diagonal reaches the last column before the
+// last row, it supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -143,7 +143,8 @@ class Engine {
 
   // Runs the plan once on zeros to load its kernels; see MatmulPlan::load_kernels.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
-    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // size of lse in 16-bit elements
+    int64_t elements =
+        problem.q.batch * problem.q.heads * problem.q.rows * 2;  // size of the log-sum-exps, counted in 16-bit elements
     elements = std::max(elements, problem.q.batch * (problem.sequences + 1) * 2);
     std::vector<Heads> operands = problem.operands();
     operands.push_back(problem.bias);
@@ -200,7 +201,7 @@ class Engine {
   }
 
   cudnnHandle_t handle;
-  std::vector<int64_t> names;                // tensor ids: arguments of a call, owned memory, scalars
+  std::vector<int64_t> names;                // ids of the tensors: first the arguments of a call, then owned memory, then scalars
   std::vector<std::shared_ptr<void>> owned;  // memory owned by the plan
   std::map<int64_t, Number> numbers;
   std::optional<PackedSequences> packed;
@@ -231,9 +232,9 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. A forward pass
-// leaves out rows without columns, and computes the last rows without a mask if they attend to all columns. A backward pass may
-// compute those columns without a mask that all rows attend to. It then adds two gradients of the queries.
+// One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
+// without columns. If the last rows attend to all columns, a plan without a mask computes them; in a backward pass it may compute
+// the columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row; for a backward pass first column

@@ -67,7 +67,7 @@ class Pattern {
   int64_t counted() const { return rows_.number; }
   int64_t ends() const { return lengths_.number; }
 
-  // The tensor of the starts of packed sequences in an operand, and the strides of the operand.
+  // Starts of packed sequences in an operand, and the strides from which they are computed.
   struct Places {
     Value value;
     int64_t batch_stride, row_stride;
@@ -121,7 +121,7 @@ class Pattern {
   }
   Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, strides(of_lse()), places(kLse, of_lse())); }
 
-  // Packed sequences are located by their starts instead of a batch stride.
+  // With packed sequences, their starts replace the batch stride.
   Dims strides(const Heads& x) const {
     Dims result = strides_of(x);
     if (options_.is_packed) result[0] = std::max(x.heads * x.head_stride, x.rows * x.row_stride);
@@ -136,7 +136,7 @@ class Pattern {
     }
     return found->second.value;
   }
-  // f32 tensor in memory of the plan, with the batches and sequences of an operand.
+  // f32 tensor in memory of the plan. Packed sequences start at the same offsets as in the operand x.
   Value own(int64_t name, const Dims& dims, const Heads& x) {
     if (!options_.is_packed) return graph_.own(CUDNN_DATA_FLOAT, dims);
     return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), places(name, x));
@@ -158,7 +158,7 @@ class Pattern {
   }
   Value biased(const Value& scores) {
     if (!options_.has_bias) return scores;
-    const Heads& x = problem_.bias;  // broadcast rows have stride 0
+    const Heads& x = problem_.bias;  // the strides of broadcast dims are 0
     const Value bias = graph_.tensor(kBias, type_, {x.batch, x.heads, scores_[2], scores_[3]}, strides_of(x));
     return graph_.pointwise(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, scores, bias);
   }
@@ -185,7 +185,7 @@ class Pattern {
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
   }
 
-  // Applies lengths and the diagonal. cuDNN recognises only diagonals that start in a corner, even with an added offset.
+  // Applies lengths and the diagonal. cuDNN recognises only diagonals that start in a corner.
   Value masked(Value scores) {
     const int64_t diagonal = problem_.diagonal, count = scores_[2];
     const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };

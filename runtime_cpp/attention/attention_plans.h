@@ -66,7 +66,7 @@ struct Attentions::Plans {
   Rank& rank;
   const cudaDataType_t dtype;
   const AttentionOptions options;
-  static constexpr size_t kMostPlans = 128;  // 1 MiB of host memory each
+  static constexpr size_t kMostPlans = 128;  // a plan takes 1 MiB of host memory
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> known{kMostPlans};
   std::shared_ptr<const Plan> current;
   mutable std::vector<std::shared_ptr<const Plan>> of_graphs;

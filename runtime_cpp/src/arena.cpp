@@ -9,7 +9,7 @@ namespace hw {
 
 struct Arena::Memory {
   DeviceMemory current;
-  std::vector<DeviceMemory> of_graphs;  // outgrown, but graphs may use it
+  std::vector<DeviceMemory> of_graphs;  // earlier memory, which graphs may use
 };
 
 Arena::Arena() = default;

@@ -18,7 +18,7 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.start[i] = dims[i].start(at);
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
-  // Adds up the elements of preceding blocks: for each dim, those earlier in this dim and in the same block of the dims before.
+  // The offset counts the elements of all blocks that precede in some dim, and are equal in the dims before it.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];
@@ -36,7 +36,7 @@ Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
 
 Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
 
-// One call copies equally spaced rows: the dims from the last split dim but one.
+// One 2-D copy covers the dims from the second to last split dim on.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
   const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;

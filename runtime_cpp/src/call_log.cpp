@@ -111,8 +111,7 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op is done as soon as the ops before it on its stream are: the op has no milestone, and waits for no event, call
-  // or rank.
+  // True if an op without a milestone is done, provided that the ops before it on its stream are done.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -129,7 +128,7 @@ class CallSolver {
 struct CallLog::Calls {
   mutable std::mutex mutex;  // guards all members except those used only by the thread that makes calls
   Milestones milestones;
-  std::deque<LoggedCall> calls;  // calls that are not known to be done
+  std::deque<LoggedCall> calls;  // calls that may be unfinished
   int64_t made = 0, done = 0;
   std::vector<std::shared_ptr<LoggedOps>> of_application;  // ops of graphs that the application may launch at any time
   int64_t launched = 0, landed = 0;                        // graph launches by the application: begun, and ended
@@ -138,7 +137,7 @@ struct CallLog::Calls {
   // Used only by the thread that makes calls.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
-  std::vector<LoggedOp> noted;  // ops that `next_line` logs for a line of program.cpp
+  std::vector<LoggedOp> noted;  // ops of the current line of program.cpp
   cudaStream_t stream = nullptr;
   bool has_stream = false;
   const Channel* channel = nullptr;

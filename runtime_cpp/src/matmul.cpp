@@ -172,7 +172,7 @@ Activation activation_of(cublasLtEpilogue_t epilogue) {
   return epilogue & CUBLASLT_EPILOGUE_GELU ? Activation::gelu_tanh : Activation::none;
 }
 
-// Scales of `rows` rows of `terms` elements, in a mode of cuBLASLt.
+// Description of scales in a cuBLASLt mode, for an operand of `rows` rows with `terms` elements.
 OperandScales scales_of(int32_t mode, const void* scales, int64_t rows, int64_t terms) {
   const auto* const at = static_cast<const float*>(scales);
   if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return {at, 0, 0, 0};

@@ -30,7 +30,7 @@ struct Lifetime {
 };
 
 constexpr size_t kPlace = 256;  // alignment of cudaMalloc, in bytes
-constexpr int kMoved = 8;       // maximum number of further attempts; each moves one more buffer to the front of the best order
+constexpr int kMoved = 8;       // further attempts; each moves one more buffer to the front of the best order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 

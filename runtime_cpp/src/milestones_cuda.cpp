@@ -43,7 +43,7 @@ struct Words {
   uint64_t count(int word) const { return std::atomic_ref(shown[word]).load(); }
 
   uint64_t *counts = nullptr, *shown = nullptr;
-  std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts when the milestones were set
+  std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts at the time when `set` returned the milestones
   std::vector<int> free;
   int used = 0;
 };

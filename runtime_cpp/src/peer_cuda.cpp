@@ -1,5 +1,5 @@
-// Peer memory on GPUs: mapped by cudaIpc or by peer access; signals are cuStreamBatchMemOp operations on words. The ranks of a
-// group share an anonymous file. The process that makes the id keeps the file open until all have mapped it.
+// Peer memory on GPUs. Signals are cuStreamBatchMemOp operations on words. The ranks of a group share an anonymous file. The
+// process that makes the id keeps the file open until all have mapped it.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -31,7 +31,7 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 64;            // maximum ranks per group
-constexpr uint32_t kMappings = 4096;  // maximum mappings of a group that some rank still has
+constexpr uint32_t kMappings = 4096;  // maximum number of mappings of a group at a time
 constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work to end, and for peers to unmap memory
 constexpr auto kWordPhase = 50us;     // time for which all words stay 0 or 1 during an abort
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
@@ -41,7 +41,7 @@ struct Segment {
   std::atomic<uint64_t> token;
   std::atomic<int64_t> size;  // size of the group, set by the first rank
   std::atomic<uint32_t> aborted;
-  std::atomic<uint32_t> met;  // total arrivals at meetings
+  std::atomic<uint32_t> met;  // number of arrivals at all barriers
   struct Seat {
     std::atomic<uint32_t> taken;
     MemoryCard card;
@@ -49,7 +49,7 @@ struct Segment {
     char why[256];  // reason why this rank cannot access the others
   } seats[kRanks];
   std::atomic<uint32_t> unmapped[kMappings];  // number of ranks that have unmapped each mapping
-  // Indexed by sender, receiver and signal number. Strides depend on the size of the group, which uses the first words.
+  // Signal words, by sender, receiver and signal number. A smaller group uses only the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
@@ -120,7 +120,7 @@ struct PeerGroup::State {
   int64_t rank = 0, size = 0;
   int device = 0;
   double timeout_seconds = 0;
-  uint32_t meetings = 0, mappings = 0;         // counts of this rank
+  uint32_t meetings = 0, mappings = 0;         // numbers of barriers and mappings of this rank so far
   std::atomic<bool> stuck = false;             // from the start of an abort until the device is idle
   const std::atomic<bool>* aborted = nullptr;  // the rank's flag, while the channel is created
   bool in_process = true;                      // all ranks are threads of this process
@@ -133,7 +133,7 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // Number of ranks that have released a mapping, plus those of earlier mappings with the same counter.
+  // Counts the ranks that have released a mapping. Later mappings with the same counter continue the count.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
@@ -154,7 +154,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Calls `look` between two barriers. Meanwhile every rank can read the seats of the others: their entries in the segment.
+  // Calls `look` between two barriers. Meanwhile every rank can read the entries of the others in the segment, their seats.
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);
@@ -184,7 +184,7 @@ struct PeerGroup::State {
     return error == cudaSuccess ? "" : std::string("stream memory operations fail here: ") + cudaGetErrorString(error);
   }
 
-  // Reason why this rank cannot map the others' test allocations, or "".
+  // Reason why this rank cannot map the test allocations of the other ranks, or "".
   std::string try_memory() const {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
@@ -243,7 +243,7 @@ void free_what_is_unmapped() {
   for (const GivenUp& one : done) free_shared(one.data);
 }
 
-// The peers' memory of one mapping, as this rank has opened it.
+// The memory of the peers in one mapping, as opened by this rank.
 struct Opened {
   MemoryCard own;
   std::vector<std::pair<MemoryCard, void*>> peers;

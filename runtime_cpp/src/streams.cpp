@@ -49,7 +49,7 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
   return cudaEventRecord(in_capture_[0],
-                         caller);  // after the previous node, so that the later of two calls in one graph records last
+                         caller);  // after the node above: of two calls in a graph, the second records last_call_ last
 }
 
 struct Streams::Pool {

@@ -61,7 +61,7 @@ int loaded_nccl() {
 }
 #endif
 
-// Before NCCL 2.30 a captured wait is for a fixed count, so replays do not wait.
+// Before NCCL 2.30 a captured wait is for a fixed count, which is reached already when the graph is launched again.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
@@ -137,7 +137,7 @@ struct WindowArena::Windows {
     return memory_.registered[found - channels_.begin()];
   }
 
-  // Peers no longer access this memory: their signals were awaited by the calls.
+  // Peers no longer access this memory, because earlier calls have awaited their signals.
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());

@@ -26,7 +26,7 @@ struct AttentionOptions {
   bool has_lengths = false;                   // columns end at the given lengths
   bool from_end = false;                      // the diagonal is relative to the end of the columns
   bool has_bias = false;                      // a bias is added to the scores
-  bool is_packed = false;                     // sequences are packed; a row attends only to its own
+  bool is_packed = false;                     // sequences are packed; a row attends only to columns of its sequence
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
   int streams = 1;                            // number of streams on which calls of the plan may run concurrently
   const AttentionKernels* kernels = nullptr;  // for problems that cuDNN does not support
@@ -49,7 +49,7 @@ struct BesideShapes {
   std::optional<Strided> bias_gradient = {};  // if needed; has the bias's shape
 };
 
-// Plans for the last few problems.
+// Base of the two plans below. Keeps the plans of the last problems.
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);

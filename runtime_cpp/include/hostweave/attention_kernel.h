@@ -1,4 +1,4 @@
-// Arguments of this package's attention kernels, for the kernels and their launches. cuDNN does not support all problems.
+// Arguments of this package's attention kernels, which compute the problems that cuDNN does not support.
 #pragma once
 #include <cstdint>
 

@@ -106,7 +106,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
   products.combine(sums, [](float a, float b) { return a + b; });
   HW_UNROLL
   for (int i = 0; i < rows; ++i) {
-    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest term is exp(0) = 1
+    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest term of the sum is exp(0) = 1
     HW_UNROLL
     for (int j = 0; j < width; ++j) results[i][j] *= quotient;
     const int row = Its::row(i);
@@ -140,7 +140,7 @@ __device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sig
 
 HW_DEVICE float weight(float score, float lse) { return lse == none() ? 0 : expf(score - lse); }
 
-// Replaces the gradients of a tile of weights by those of the scores, for columns before `end`.
+// Computes the gradients of a tile of scores, for columns before `end`.
 template <class T>
 __device__ void differentiate_scores(typename Products<T>::Scores& scores, Products<T>& products, const Rows& rows,
                                      const AttentionKernel& p, int64_t batch, int64_t head, int64_t first, int64_t column,

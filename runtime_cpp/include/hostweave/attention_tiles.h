@@ -41,7 +41,7 @@ __device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
   return batch * x.batch_stride + head * x.head_stride;
 }
 
-// Tile of up to kAttentionTile rows of a head, from `first` to at most `end`.
+// Tile of kAttentionTile rows of a head from row `first` on, or fewer if `end` comes before.
 template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
@@ -66,7 +66,7 @@ __device__ void clear(float (&x)[kRows][kColumns]) {
 
 HW_DEVICE void wait_for_threads() { __syncthreads(); }
 
-// Adds the dot products of corresponding rows.
+// Adds the dot product of row i of one operand and row i of the other, for each row i.
 template <class T>
 __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
   constexpr int kLanes = kAttentionThreads / kTileSide;
@@ -179,7 +179,7 @@ class Products {
     for (int i = 0; i < kRows; ++i) x[i] = combined(halves_[0][row(i)], halves_[1][row(i)]);
   }
 
-  // Scratch for a tile of floats, valid between two products.
+  // Scratch memory for a tile of floats. The next product overwrites it.
   __device__ auto floats() { return reinterpret_cast<float (*)[kTileSide + 1]>(a_); }
 
  private:

@@ -25,7 +25,7 @@ struct Cut {
   int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
-// Blocks of a row-major tensor, in row-major order. Packed blocks are consecutive, each row-major.
+// Blocks of a row-major tensor, in row-major order. A packed buffer has the blocks one after another; each block is row-major.
 class Blocks {
  public:
   Blocks(std::initializer_list<Cut> dims);

@@ -65,7 +65,7 @@ class CallLog {
 
   void on(cudaStream_t stream, const char* name, int index);
   void over(const Channel& channel);
-  void with_peer(int peer);  // a send to it, or a recv from it
+  void with_peer(int peer);  // for a send to the peer, or a recv from the peer
   void records(cudaEvent_t event, cudaStream_t stream);
   void awaits(cudaEvent_t event, cudaStream_t stream);
   void gives_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream);
@@ -76,8 +76,8 @@ class CallLog {
 
   struct State {
     int64_t made;            // calls, and launches by the application that have begun
-    int64_t done;            // number of these that are done
-    double waiting_seconds;  // since the start of the first unfinished one; 0 if all are done
+    int64_t done;            // number of these calls and launches that are done
+    double waiting_seconds;  // since the first unfinished one began; 0 if all are done
   };
   State state();
   // Reads the state of the streams in the first unfinished call.

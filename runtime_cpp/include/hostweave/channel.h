@@ -63,7 +63,7 @@ class Channel {
   // The ranks of the process group, or one of them, as world ranks.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
-  // The axes along which the coordinates of its ranks differ: "dp, tp".
+  // Axes along which the ranks of the process group differ: "dp, tp".
   const char* name() const { return name_; }
   void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 

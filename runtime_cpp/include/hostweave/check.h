@@ -17,7 +17,7 @@
 #ifdef HOSTWEAVE_CPU_DEVICE  // reports of the CPU device name the line of the call
 #include <hostweave_cpu.h>
 #define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
-#else  // NVTX range until the end of the statement
+#else  // an NVTX range that ends with the statement
 #define HW_PLACE(call) static_cast<void>(::hw::Range(call))
 #endif
 

@@ -25,7 +25,7 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // A barrier in two parts, which does not make writes visible, and so does not wait for writes.
+  // A barrier in two parts. It does not make writes visible, so it need not wait for them.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
   // Writes the corresponding shared memory element of another block.

@@ -1,6 +1,6 @@
 // Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
-// equal, else one call per rank's block, in a group. all_to_all always sends and receives blocks. All ranks know all sizes, so
-// their calls match.
+// equal. Otherwise they are a group with one call per block. all_to_all always sends and receives blocks. All ranks know all
+// sizes, so their calls match.
 #pragma once
 #include <nccl.h>
 
@@ -52,7 +52,7 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call this inside an NCCL group: it posts sends and receives in two inner groups, which must progress together.
+// Call it inside an NCCL group, because it posts its sends and its receives in two inner groups, which must progress together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// 8-bit float types. A separate header, because it is slow to compile.
+// 8-bit float types, in a separate header, because this header compiles slowly.
 #pragma once
 #include <cuda_fp8.h>
 

@@ -136,7 +136,7 @@ struct WideSums {
       }
     }
   }
-  // Fragment of two columns and of terms 4 i to 4 i + 3.
+  // Fragment of the tensor core for two columns and terms 4 i to 4 i + 3.
   __device__ static uint4 weights_of(const uint4 (&w)[8], int i, int pair) {
     if constexpr (kTransposed) {
       const uint2 even = four_terms(w[2 * pair], i, T()), odd = four_terms(w[2 * pair + 1], i, T());
@@ -242,7 +242,7 @@ struct NarrowSums {
 // Smaller of i and count - 1.
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums over one block of scales by the scales, and adds them to the total. `first` is the first column.
+// Multiplies the sums of a block of 128 terms by its scales, and adds them to the total. `first` is the first column.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {

@@ -40,8 +40,8 @@ __device__ inline void set_place(int place, int down, int across, int& row, int&
   column = in_band / rows, row = band * kBand + in_band - column * rows;
 }
 
-// Finds the tile of a group for a tile number. Numbers must increase, and all threads of a warp must call it. A result has less
-// than 2^31 tiles, because larger ones do not fit in memory.
+// Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
+// because larger results do not fit in memory.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
@@ -83,7 +83,7 @@ class GroupWalk {
   GroupRows lane_rows_{};
 };
 
-// Finds tiles if each group has a result [depth, columns], a product that sums over the rows of the group.
+// Finds tiles by number for products that sum over the rows of a group. The result of each group is [depth, columns].
 struct OuterWalk {
   const GroupedProblem& p;
   int tile_rows, down, across;
@@ -113,8 +113,8 @@ struct TileWalk<true> : OuterWalk {
   using OuterWalk::OuterWalk;
 };
 
-// Writes zeros to rows without a group: those before the first group, between two groups, and after the last. Runs on
-// `threads` threads of each block, which are whole warps.
+// Writes zeros to rows without a group: those before the first group, between two groups, and after the last. `threads` threads
+// of each block call it, in whole warps.
 template <class Result>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
   auto* const result = static_cast<Result*>(p.result);
@@ -122,7 +122,7 @@ __device__ void fill_between_groups(const GroupedProblem& p, int thread, int thr
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
     const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};
-    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // before an empty group there is no gap
+    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // an empty group ends no gap
     int64_t end = begin < 0 ? 0 : own.end;
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(~0u, end, distance);

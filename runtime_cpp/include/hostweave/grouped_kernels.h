@@ -29,7 +29,7 @@ __device__ void multiply_tiles(const GroupedProblem& p, T* shared, const Find& f
   }
 }
 
-// Each row of x times the matrix of its group.
+// Multiplies each row of x by the matrix of its group.
 template <class T, class Product, bool kTransposed>
 __device__ void multiply_groups(const GroupedProblem& p, T* shared) {
   griddep_wait();
@@ -51,7 +51,7 @@ __device__ void multiply_groups(const GroupedProblem& p, T* shared) {
   }
 }
 
-// For each group, the transposed rows of x times the rows of the other operand.
+// For each group, multiplies the transposed rows of x by the rows of the other operand.
 template <class T, class Product>
 __device__ void multiply_rows_of_groups(const GroupedProblem& p, T* shared) {
   griddep_wait();

@@ -8,7 +8,7 @@ namespace hw {
 // column-major with a pitch; if `outer`, it is [rows, columns], and the result is [groups, depth, columns].
 struct GroupedProblem {
   bool outer, transposed;  // transposed: the matrices are column-major
-  bool wide_result;        // f32, of 16-bit operands
+  bool wide_result;        // the result is f32, and the operands have 16 bits
   bool wide;               // 16-byte reads are possible
   int64_t groups, rows, depth, columns;
   int64_t x_pitch, other_pitch, other_stride, result_pitch, result_stride;

@@ -20,7 +20,7 @@ __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : 
 template <class T>
 struct Operand {
   const T* at;
-  int64_t pitch, count;  // count: size of the dim that is not the depth
+  int64_t pitch, count;  // count: number of rows of a, or of columns of b
 };
 
 // A tile of the result, which begins at element `at`. The tile is the product of the rows of a and the columns of b.
@@ -177,7 +177,7 @@ struct TileProduct {
     }
   }
 
-  // Stores the part of the tile that exists.
+  // Stores the part of the tile that is inside the result.
   template <class Result>
   __device__ void store(Result* to, int64_t pitch, int64_t rows, int64_t columns) const {
     const int lane = threadIdx.x % 32;

@@ -35,7 +35,7 @@ struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
 
   HW_DEVICE T& operator[](int i) { return values[i]; }
   HW_DEVICE const T& operator[](int i) const { return values[i]; }
-  // Element i of a vector of floats in f32. A bf16 is the upper half of its f32, so one instruction on a pair converts it.
+  // Element i in f32. Extracts a bf16 from a pair by one instruction, because a bf16 is the upper half of an f32.
   HW_DEVICE float f32(int i) const {
 #ifdef __CUDACC__
     if constexpr (kIsBf16<T> && kCount % 2 == 0) {
@@ -64,7 +64,7 @@ template <int kCount, class Place>
 HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
   return place.template load<kCount>();
 }
-// Reads a bool from memory, where any nonzero byte is true. The compiler assumes 0 or 1.
+// Reads a bool whose byte may be any number: nonzero is true. For a plain read, the compiler would assume 0 or 1.
 HW_DEVICE bool truth(const bool& element) { return reinterpret_cast<const unsigned char&>(element) != 0; }
 template <int kCount>
 HW_DEVICE Values<bool, kCount> load(const bool* first) {
@@ -184,8 +184,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Ranges 0..n in steps of kWidth, which divides n, distributed over the threads of the grid, its blocks, or the threads of a
-// block. Accesses are coalesced.
+// Distributes 0..n, in steps of kWidth, over the threads of the grid, its blocks, or the threads of a block, so that accesses are
+// coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
@@ -196,14 +196,14 @@ __device__ Walk<int64_t> over_threads(int64_t n) {
   return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
 }
 
-// Columns 0..n in tiles, distributed over blocks. In a tile, adjacent threads own adjacent vectors of kWidth columns.
+// Distributes columns 0..n over blocks, in tiles. In a tile, adjacent threads own adjacent vectors of kWidth columns.
 template <int kWidth = 1>
 __device__ Columns<kWidth> over_columns(int64_t n) {
   constexpr int kThreads = kTile / kWidth;
   const int in_tile = threadIdx.x % kThreads * kWidth;
   return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
 }
-// Rows 0..n, distributed over the threads of a block that own the same columns.
+// Distributes rows 0..n over the threads of a block that own the same columns.
 template <int kThreads, int kWidth = 1>
 __device__ Walk<int64_t> over_rows(int64_t n) {
   constexpr int kAside = kTile / kWidth;

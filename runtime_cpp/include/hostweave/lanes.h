@@ -70,7 +70,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// The threads of a block, each block alone or as one of a Team.
+// The threads of a block. The blocks of a Team process the same lanes.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -163,8 +163,9 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by group, where x[i] is the group of element i. Groups are 0 to kGroups - 1; other values mean no group. y has
-// the end of each group, the indices of the sorted elements, and the position of each element in that order. The rest is zeros.
+// Sorts elements by group, where x[i] is the group of element i. Groups are 0 to kGroups - 1. Writes three arrays to y: the ends
+// of the groups, the indices of the sorted elements, and the position of each element in that order. Elements in no group get
+// zeros.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -294,7 +295,7 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
   }
 }
 
-// y = x, with elements of a source written to the positions in `index`. The last of several writes wins.
+// y = x, except that source[i] is written to y[index[i]]. The last of several writes to one position wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];

@@ -43,7 +43,7 @@ struct ResidentGrid : Grid {
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
-constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough to saturate the memory of a large GPU
+constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
 constexpr int64_t kOrderedByAll = 65536;  // the grid sorts rows one by one if they have this many elements per row
@@ -174,7 +174,7 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// Called first in a kernel. During the launch, records the accesses and returns true; the kernel then returns. Otherwise false.
+// The first call of a kernel. In the launch it records the accesses and returns true, and the kernel returns. Later: false.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by
@@ -237,7 +237,7 @@ const void* function_of(void (*kernel)(Params...)) {
 #endif
 }
 
-// True if hw::griddep_wait() is effective in a kernel. All kernels of a program are compiled for one architecture.
+// True if the architecture for which the program's kernels are compiled has hw::griddep_wait().
 inline bool waits_for_stream(const void* function) {
   static const bool waits = [function] {
     cudaFuncAttributes attributes;

@@ -129,7 +129,7 @@ HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);
   const T a = left, b = right;
   if (b == 0) return T(0);
-  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(minus(0, a));  // wraps for the minimum
+  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(minus(0, a));  // the negative of the smallest integer wraps around
   const T quotient = a / b;
   return static_cast<T>(quotient - (quotient * b != a && (a < T(1)) != (b < T(1))));
 }

@@ -26,7 +26,7 @@ struct Strided {
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };
 
-// Epilogue of a matmul before rounding, besides the plan's activation.
+// Operands of a call's epilogue, which is applied before rounding. The plan has the activation.
 struct Epilogue {
   double scale = 1;
   const void* accumulate = nullptr;  // added to the product; c itself, or a matrix with the layout of c
@@ -57,8 +57,8 @@ class MatmulPlan {
   // none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or one per index of
-  // leading dims that no stride covers.
+  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or several if one
+  // batch stride cannot cover all leading dims.
   cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:

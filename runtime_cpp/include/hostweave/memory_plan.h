@@ -18,7 +18,7 @@ class MemoryPlan {
   void allocate(T*& pointer, int64_t count, bool in_window = false) {
     allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, in_window);
   }
-  // One buffer per stream, stored to a std::array of pointers.
+  // Allocates one buffer per stream; `pointers` is a std::array.
   template <class Array>
   void allocate(Array& pointers, int64_t count, const Streams& streams, bool in_window = false) {
     allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, in_window);
@@ -28,7 +28,7 @@ class MemoryPlan {
   void allocate_window(Buffer& pointers, int64_t count, const OfStreams&... streams) {
     allocate(pointers, count, streams..., true);
   }
-  // A buffer of `bytes` bytes per pointer: usable by all streams, or one per stream of a pool.
+  // Allocates `bytes` bytes per pointer: for all streams, or with a pool for one stream each.
   void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);
 
   template <class T>
@@ -45,12 +45,12 @@ class MemoryPlan {
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
-  // Total bytes, in windows and elsewhere.
+  // Total bytes of buffers in windows, and of all other buffers.
   struct Bytes {
     size_t in_windows = 0, elsewhere = 0;
   };
   Bytes place();
-  // Sets every pointer to its address in this memory or window. Call it after `place`.
+  // Sets the pointers of all buffers, given the base addresses of memory and windows. Call it after `place`.
   void set_pointers(void* memory, void* windows = nullptr) const;
 
   struct Buffers;

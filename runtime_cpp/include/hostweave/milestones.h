@@ -1,4 +1,4 @@
-// Milestones on streams. A milestone counts how often the op before it on the stream has ended, so that the host can ask for it.
+// Milestones on streams, which the host can query. A milestone counts how often the op before it on its stream has ended.
 //
 // On CUDA a milestone is an event. In a capture it is a kernel that increments a word, so that a graph remains a chain of
 // kernels. On the CPU device it is a word that the device increments.

@@ -22,7 +22,7 @@ class PeerGroup {
  public:
   static constexpr int kNumbers = 64;  // numbers of signals
 
-  // Memory of all ranks of a group, mapped by one of them.
+  // The memory that all ranks passed to one call of `map`, as one rank has mapped it.
   struct Mapping {
     PeerGroup* group = nullptr;
     uint32_t number = 0;             // number of the mapping in its group

@@ -26,7 +26,7 @@ struct OperandScales {
   int64_t step, block_step;
   int size_log2;
 
-  // Scale of a row or column, for the block of a term.
+  // Scale of row or column i for the block that contains the term.
   HW_DEVICE float of(int64_t i, int64_t term) const { return at[(i >> size_log2) * step + (term >> kBlockLog2) * block_step]; }
 };
 

@@ -27,12 +27,12 @@ struct Registered {
 void* allocate_window(const Channel* channel, size_t bytes);
 // Collective: registers such memory. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
-// Frees registered memory. With transport peer, peers may still have it mapped.
+// Frees registered memory, with transport peer after the peers have unmapped it.
 void release_window(void* data, const std::vector<Registered>& registered);
 // Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();
 
-// Reason why the ranks of a channel cannot access each other's memory. "" if they can, or if only a registration can show it.
+// Reason why the ranks of a channel cannot access each other's memory. "" if they can, or if it is unknown.
 std::string why_out_of_reach(const Channel& channel);
 // Collective: tries a registration. Returns the reason why it fails, or "".
 std::string why_no_windows(const Channel& channel);

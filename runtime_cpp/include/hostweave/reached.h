@@ -1,7 +1,7 @@
 // GPU memory that other ranks of this host map: by address if all are threads of one process, else by IPC handle.
 //
-// Threads map it by the virtual memory API instead of enabling peer access. With peer access, each cudaMalloc and cudaFree would
-// wait for the work of all GPUs, and so for the signals that this work waits for.
+// Threads map memory by the virtual memory API instead of enabling peer access. With peer access, each cudaMalloc and cudaFree
+// would wait for all work on all GPUs, and so for the signals of blocked threads.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,7 +14,7 @@ namespace hw {
 struct MemoryCard {
   char host[64];  // boot id
   int64_t process;
-  int device;  // device number in that process
+  int device;  // device number in the rank's process
   void* data;
   cudaIpcMemHandle_t handle;
 };

@@ -29,7 +29,7 @@ struct Sum {
   }
   operator T() const {
     const double sum = rounded + rest;
-    return static_cast<T>(sum == sum ? sum : rounded);  // no compensation for infinities
+    return static_cast<T>(sum == sum ? sum : rounded);  // the compensation of infinities is NaN
   }
 };
 #endif

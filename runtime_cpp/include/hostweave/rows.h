@@ -57,7 +57,7 @@ HW_DEVICE auto hold_row(const Row& row, Compute compute) {
   }
   return held;
 }
-// The same for elements in memory. All loads start before the first one ends.
+// Loads a thread's elements of a row from memory. All loads start before the first one ends.
 template <class Row, class Place>
 HW_DEVICE auto load_row(const Row& row, Place first) {
   auto requested = hold_row(row, [&](const Chunk j) { return hw::request<Row::kWidth>(first + j); });
@@ -118,7 +118,7 @@ struct ThreadGroup<kThreads, kBlocks> {
     __shared__ T partial[2][kBlocks];  // used alternately, because a block may call reduce again while others still read
     T* const parts = partial[reduced % 2];
     value = reduce_block<kThreads>(value, reduce_op);
-    if (reduced++ == 0) Cluster::wait();  // until all blocks have started
+    if (reduced++ == 0) Cluster::wait();  // wait until all blocks have started
     if (threadIdx.x < kBlocks) Cluster::give(threadIdx.x, parts[Cluster::rank()], value);
     Cluster::meet();
     value = parts[0];
@@ -177,7 +177,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
     }
 #endif
   }
-  // A row of values, of which `compute` returns the vector of a chunk. Threads hold them in registers.
+  // Computes a row of values, and holds them in registers. `compute` returns the vector of a chunk.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
     if constexpr (kWidth == 1) {

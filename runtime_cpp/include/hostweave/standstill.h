@@ -11,15 +11,15 @@ struct Standstill {
     int number = 0;  // in program.cpp; 0: none
     std::string call;
   };
-  // Kind of edge that the first unfinished op waits for.
+  // Dependency that the first unfinished op waits for.
   enum class Edge : int {
     none,         // the op runs, or its wait has ended
-    event,        // an event that `from` records, a line of the same rank
+    event,        // an event that the line `from` of the same rank records
     call_before,  // an earlier call of this or another program
     signal,       // a signal of a peer
     credit,       // a peer has not consumed the previous signal
-    transfer,     // the peers of a send or recv
-    collective,   // all ranks of the process group
+    transfer,     // the peers have not reached the send or recv
+    collective,   // some ranks have not reached the collective
     unknown,      // an op of a graph without milestones
   };
   struct Stream {

@@ -64,19 +64,18 @@ class Events {
   Event* events_;
 };
 
-// Orders calls that use the same memory or signals, across streams.
+// Runs calls that use the same memory or signals one after another, also on different streams.
 class CallOrder {
  public:
-  // Enclose the work of a call: `caller` waits for the previous call, and records the end of this one. If `caller` is being
-  // captured, both become nodes of the graph, so its launches are ordered with calls. During OfKernels they do nothing in a
-  // capture.
+  // Enclose the work of a call: `caller` waits for the previous call, and records the end of this one. In a capture, both become
+  // nodes of the graph, so that its launches are ordered with calls. In a capture under OfKernels, both do nothing.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
   // RAII: this thread captures calls without these nodes. Such a graph must be launched between `begin_call` and `end_call`. It
-  // may be a chain of kernels only, which launches as fast as one kernel.
+  // can be a chain of kernels, which launches nearly as fast as one kernel.
   class OfKernels {
    public:
     OfKernels();

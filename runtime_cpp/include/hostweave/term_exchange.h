@@ -21,7 +21,7 @@ class TermExchange {
   // before the kernel.
   void prepare();
 
-  // Order of all calls of the rank that exchange data in kernels, because exchanges are counted.
+  // Orders all calls of the rank that exchange data in kernels, because ranks count their exchanges.
   static CallOrder& calls(Rank& rank);
 
   // Makes the first argument of a kernel: hw::Terms or hw::LandedBlocks.

@@ -6,8 +6,8 @@
 // other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
 // exchange.
 //
-// Exchanges use two slots of memory alternately. Before a rank writes a slot again, it has received data of the exchange between
-// from every peer. A peer sends that data after its previous kernel, which read the slot, has ended.
+// Exchanges use two slots of memory alternately. Between two writes to a slot, a rank receives data of another exchange from
+// every peer. A peer sends that data after its kernel has read the slot.
 #pragma once
 #include <cstdint>
 
@@ -36,9 +36,10 @@ struct alignas(16) Packet {
 
 // A channel, seen from the kernels of one of its ranks.
 struct Exchange {
-  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then those of hw::LandedBlocks
-  uint32_t* state;          // number of the last exchange, and count of thread blocks that have sent their data of this one
-  const uint32_t* aborted;  // nonzero ends all waits
+  Packet*
+      landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then the slots of hw::LandedBlocks
+  uint32_t* state;              // number of the last exchange, and count of thread blocks that have sent their data of this one
+  const uint32_t* aborted;      // nonzero ends all waits
   int rank;
 };
 
@@ -102,7 +103,7 @@ struct Terms {
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
   // Sends this rank's term to all peers. The last block to finish increments the exchange number. Loads are issued before stores
-  // to overlap their latencies. A block sends adjacent packets: those of its rows if the rows are divided evenly.
+  // to overlap their latencies. A block sends the packets of its rows.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;

@@ -12,7 +12,7 @@ constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
 constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose: while one waits for its tile, others load and store
 constexpr int kLaneParts = 32;   // threads that share a lane, each with its own elements
 constexpr int kTile = 32;        // columns per tile of a column reduction
-constexpr int kSorted = 2048;    // numbers that a block sorts in shared memory
+constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that is bound by reading its weights
 constexpr int kFewScaledRows = 16;    // the same for 8-bit floats

@@ -17,7 +17,7 @@ constexpr bool kIsBf16 = false;
 template <>
 constexpr bool kIsBf16<bf16> = true;
 
-// Rounds to a smaller float type, and stays in f32.
+// Rounds to a smaller float type. The result is in f32.
 template <class T>
 HW_DEVICE float rounded(float x) {
   return static_cast<float>(T(x));

@@ -48,7 +48,7 @@ struct PhaseBarrier {
   __device__ void arrive() const {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory");
   }
-  // Arrives. The phase then also waits until `bytes` bytes have been copied.
+  // Arrives at the barrier. The phase ends only after `bytes` more bytes have been copied.
   __device__ void expect(int bytes) const {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(bytes)
                  : "memory");
@@ -65,7 +65,7 @@ struct PhaseBarrier {
   }
 };
 
-// Number of a stage in the sequence of stages that a block uses.
+// Index and parity of a stage in the cyclic sequence of stages that a block uses.
 template <int kStages>
 struct StageCount {
   unsigned count = 0;
@@ -331,7 +331,7 @@ class WarpgroupProducts {
     return *reinterpret_cast<const unsigned*>(&pair);
   }
 
-  // Stores sums without conversion. Four threads have the 32 bytes of eight columns.
+  // Stores f32 sums directly. Four adjacent threads store the 32 bytes of eight columns.
   __device__ void store_wide(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, first = thread() / 32 % 4 * 16 + lane / 4;
     float* const to = static_cast<float*>(p_.result) + (kOuter ? tile.group * p_.result_stride : 0) +
