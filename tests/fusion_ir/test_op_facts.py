@@ -13,7 +13,7 @@ from op_examples import EXAMPLES
 
 import hostweave as hw
 from hostweave.check.check import check
-from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, dtype_in_lanes, function_of, run_fusion
+from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, function_of, run_fusion
 from hostweave.check.results.field import PRIME
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs
@@ -26,6 +26,7 @@ from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.fusion_ir.ops.reductions import as_term
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
+from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import block_of
 
@@ -90,7 +91,7 @@ class Case:
     def run(self, operands: Sequence[Any], shape: tuple[int, ...] | None = None, op: Op | None = None) -> Lanes:
         op = op or self.op
         whole = tuple(size.bind(SIZES) for size in op.result.type.shape)
-        stated = OPS[op.kind].stated_type(lambda: shape or whole, dtype_in_lanes(op.result.type.dtype))
+        stated = OPS[op.kind].stated_type(lambda: shape or whole, computing_dtype(op.result.type.dtype))
         result: Lanes = apply(partial(function_of(op), self.functions, **bound_attributes(op, SIZES), **stated), *operands)
         return result
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hostweave.host_ir import ir, tree
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, strides_of
+from hostweave.types.tensor import BufferType, is_matrix, strides_of
 
 BYTES = 16
 SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of each matrix
@@ -16,6 +16,7 @@ SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of eac
 class Unaligned:
     """A matmul with unaligned sizes or rows. All of its sizes are known."""
 
+    matmul: ir.Matmul
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
     dims: tuple[str, ...]  # dims k, m and n whose size would have to be a multiple of `step`, and is not
@@ -28,13 +29,15 @@ def rows_of(type: BufferType) -> tuple[int, int]:
     return (-1, -2) if strides_of(type)[-1] == Size() else (-2, -1)
 
 
-def as_matmul(i: tree.Instruction) -> ir.Matmul | None:
-    """The instruction if it is a matmul, otherwise None."""
-    return i if isinstance(i, ir.Matmul) else None
+def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> bool:
+    """True if an instruction is a matmul that can access buffers of these types."""
+    return isinstance(i, ir.Matmul) and not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
 
 
-def unaligned(i: ir.Matmul, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul that is slow because it is not aligned. None for other matmuls, or if sizes are unknown."""
+def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
+    """Describes a matmul that is slow because it is not aligned. None for other instructions, or if sizes are unknown."""
+    if not isinstance(i, ir.Matmul):
+        return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}
     a, b, dst = matrices.values()
     known = [size for type in matrices.values() for size in (*type.shape, *strides_of(type))]
@@ -57,4 +60,4 @@ def unaligned(i: ir.Matmul, types: Mapping[str, BufferType], machine: Machine) -
     moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the matmul of the remaining indices of each dim reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
-    return Unaligned(step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)
+    return Unaligned(i, step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

@@ -10,7 +10,6 @@ from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
 SIGNAL = 0  # the only counter that all libraries have
-NUMBERS = 64  # number of counters, for moves between meshes
 
 
 class Signals:

@@ -12,7 +12,6 @@ from math import prod
 from hostweave.communication.exchanges import OneSidedCollectives
 from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
 from hostweave.communication.posted import collectives_on
-from hostweave.communication.signals import NUMBERS
 from hostweave.communication.steps import Dataflow, LoopSteps
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import Op, Value
@@ -44,7 +43,7 @@ class Transfers:
         if self.b.carrying(MESSAGES, SIGNALS).carries >= MESSAGES:
             send_and_receive(self.b, self.flow, op, operand, destination, None)
             return
-        if len(self.pending_waits) == NUMBERS - 1:
+        if len(self.pending_waits) == ir.SIGNAL_COUNTERS - 1:
             self.wait_for_readers()
         self.pending_waits.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.pending_waits)))
 

@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, BACKWARD, CARRIED, DEPTH, EACH, INDEX, LAGGED, RETURNED
 from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.fusion_ir.ops.definition import bound_attributes
-from hostweave.types.numpy_dtypes import cast, numpy_dtype
+from hostweave.types.numpy_dtypes import cast, computing_dtype
 from hostweave.types.tensor import DType, bind_sizes
 
 Array = NDArray[Any]
@@ -34,7 +34,7 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
         if arrays[name].ndim != len(type.dims):
             raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
-    given = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    given = {name: arrays[name].astype(computing_dtype(type.dtype)) for name, type in inputs.items()}
     values = {v.name: np.stack([given[name] for name in v.group.names]) if v.group else given[v.name] for v in fusion.inputs}
     with _NUMPY.np.errstate(all="ignore"):  # NaN and infinity are valid results
         made = dict(zip(fusion.outputs, evaluate(fusion, values, {**sizes, **fusion.depths}, _NUMPY), strict=True))
@@ -123,11 +123,7 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
 
 def _cast(array: Array, dtype: DType) -> Array:
     """Rounds to a dtype, and returns the array in the dtype that computation uses."""
-    return cast(array, dtype).astype(_computing_dtype(dtype))
+    return cast(array, dtype).astype(computing_dtype(dtype))
 
 
-def _computing_dtype(dtype: DType) -> np.dtype[Any]:
-    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
-
-
-_NUMPY = Arithmetic(np, _computing_dtype, _cast)
+_NUMPY = Arithmetic(np, computing_dtype, _cast)

@@ -22,6 +22,7 @@ from hostweave.types.tensor import BufferType
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound="Instruction")
 INDENT = "  "
 
 # Types of fields with a role. `names` returns the names in fields with a given role.
@@ -164,7 +165,6 @@ def per_kind(function: Callable[Concatenate[type[Instruction], P], T]) -> Callab
 
 
 def body_lines(body: Body, indent: str = INDENT) -> Iterator[str]:
-    """Text of a body, as lines."""
     return (line for instruction in body for line in instruction.lines(indent))
 
 
@@ -214,7 +214,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
+def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
     """Renames buffers in the fields with one of the wanted roles. Returns the instruction itself if nothing changes."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
@@ -357,7 +357,6 @@ def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view"
 
 
 def indices_in(i: Instruction) -> Iterator[str]:
-    """Names of the indices in the expressions of an instruction."""
     return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
 
 

@@ -1,5 +1,6 @@
 """Maps dtypes to those of NumPy, PyTorch and CuPy by name, and casts with the rounding of generated code."""
 
+from functools import cache
 from typing import Any
 
 import ml_dtypes  # noqa: F401  its import registers bf16 and f8 with NumPy
@@ -19,6 +20,12 @@ def dtype_of_name(name: str) -> DType | str:
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """The matching NumPy dtype. bf16 and f8 are those of ml_dtypes."""
     return np.dtype(dtype.long_name)
+
+
+@cache
+def computing_dtype(dtype: DType) -> np.dtype[Any]:
+    """The NumPy dtype in which references compute: f64 for every float, otherwise the matching dtype."""
+    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:

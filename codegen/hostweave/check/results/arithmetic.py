@@ -4,7 +4,6 @@ functions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,10 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.reference import Arithmetic, evaluate
 from hostweave.types.mesh import Mesh, Sizes
-from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
 RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp is a random function, or one with exp(a + b) = exp(a) exp(b)
-
-
-@cache
-def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
-    """NumPy's dtype for a dtype. Every float becomes f64, the dtype of Real."""
-    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 
 def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
@@ -35,7 +28,7 @@ def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
     if dtype.kind == "float":
         return functions.real.of(x)
     exact = x if isinstance(x, Lanes) else Exact.of(x)
-    expected = dtype_in_lanes(dtype)
+    expected = computing_dtype(dtype)
     return exact if exact.dtype == expected else exact.astype(expected)
 
 
@@ -56,7 +49,7 @@ def results_of_kernel(
         if dtype.kind == "float":
             results.append(functions.real.from_parts(elements / (PRIME / 4) - 2, elements))
         else:
-            results.append(Exact((elements % np.uint64(2)).astype(dtype_in_lanes(dtype))))
+            results.append(Exact((elements % np.uint64(2)).astype(computing_dtype(dtype))))
     return tuple(results)
 
 
@@ -88,7 +81,7 @@ def run_fusion(
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)
 
     arithmetic = Arithmetic(
-        functions, dtype_in_lanes, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel, observe
+        functions, computing_dtype, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel, observe
     )
     with np.errstate(all="ignore"):
         return evaluate(fusion, inputs, sizes, arithmetic)
@@ -100,7 +93,7 @@ def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Si
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]
     lanes = max((x.lanes for x in tensors), default=1)
-    global_outputs = [functions.zeros(shape, dtype_in_lanes(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
+    global_outputs = [functions.zeros(shape, computing_dtype(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
     global_outputs = [global_output.map(lambda part: np.repeat(part, lanes, axis=0)) for global_output in global_outputs]
     for rank in mesh.all_ranks:
 

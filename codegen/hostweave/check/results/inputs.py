@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.check.results.arithmetic import dtype_in_lanes
 from hostweave.check.results.field import PRIME
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.lanes import Exact, Lanes
@@ -21,6 +20,7 @@ from hostweave.fusion_ir.ops.attention import masks_of
 from hostweave.fusion_ir.ops.attributes import LAGGED
 from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.types.mesh import Sizes
+from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import TensorType, global_shape
 
 SMALL_INTEGERS = range(3)  # values of integers that no op uses as positions or lengths
@@ -76,7 +76,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
         values[..., :1], values[..., -1:] = 0, bound
     if role == LENGTHS and values.size > 1:
         values.flat[0] = bound
-    return Exact(values.astype(dtype_in_lanes(type.dtype)))
+    return Exact(values.astype(computing_dtype(type.dtype)))
 
 
 def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 from hostweave.base.errors import ExecutionError
 from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Access, ByteLayout, Instances, Operation
-from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
+from hostweave.check.results.arithmetic import cast_in_lanes, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.lanes import Exact, Lanes, apply
 from hostweave.fusion_ir.ir import Op
@@ -26,6 +26,7 @@ from hostweave.fusion_ir.ops.attributes import OFFSET
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
+from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import global_shape
 
@@ -275,7 +276,7 @@ class FieldRanks:
 
     def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
         definition, type = OPS[op.kind], op.result.type
-        stated = definition.stated_type(partial(global_shape, type, sizes), dtype_in_lanes(type.dtype))
+        stated = definition.stated_type(partial(global_shape, type, sizes), computing_dtype(type.dtype))
         offset = _offset(op)
         bound = bound_attributes(op.with_attribute(OFFSET, Size(0)) if offset else op, sizes)
         return op.result.name, partial(function_of(op), self.functions, **bound, **stated), op.operands, type.dtype, offset
@@ -356,7 +357,7 @@ class FieldBuffer:
             self.kind: type[Lanes] = functions.real
             self.parts = [np.full(shape, np.nan), *(np.empty(shape, np.uint64) for _ in range(functions.real.count - 1))]
         else:
-            self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
+            self.kind, self.parts = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
 
     def put(self, ranks: Sequence[int], block: Lanes) -> None:
         """Writes an array to the beginning of the memory of these ranks, in order."""

@@ -6,6 +6,8 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.instructions.communication import Communication
 from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
+SIGNAL_COUNTERS = 64  # number of counters per peer, numbered from 0
+
 
 class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.

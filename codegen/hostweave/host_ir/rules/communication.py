@@ -124,9 +124,6 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
             c.fail(f"{route}: there are {count} blocks, from 0 to {count - 1}")
 
 
-MAX_SIGNAL = 63  # largest number of a signal counter
-
-
 def _one_sided(c: Checker, i: Any, size: int) -> None:
     """Checks that peers access only memory in windows, and that src and dst have equal sizes."""
     for name in tree.names(i, "remote_read", "remote_write"):
@@ -138,8 +135,8 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
             _has_block(c, i, i.src, i.dst, i.received_along)
         else:
             _equal_sizes(c, i, size)
-    if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
-        c.fail(f"signal {i.signal}: the largest signal number is {MAX_SIGNAL}")
+    if isinstance(i, ir.Signalled) and i.signal >= ir.SIGNAL_COUNTERS:
+        c.fail(f"signal {i.signal}: the largest signal number is {ir.SIGNAL_COUNTERS - 1}")
 
 
 def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:

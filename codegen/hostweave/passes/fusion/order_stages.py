@@ -100,7 +100,6 @@ class _State:
         self.done: dict[str, int] = {}
 
     def start(self, op: Op) -> int:
-        """Earliest start of an op."""
         made = (self.done.get(name, 0) for name in op.tensors)
         return max((*made, *(self.busy.get(rank, 0) for rank in self.ranks.on[op.result.name])), default=0)
 

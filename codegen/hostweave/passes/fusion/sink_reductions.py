@@ -99,7 +99,6 @@ class _Sinking:
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
-        """Type of a value's terms."""
         if name in self.passing:
             return self.passing[name].type
         (source,) = self.sums[name].tensors

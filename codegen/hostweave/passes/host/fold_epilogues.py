@@ -20,7 +20,6 @@ a sum of several matmuls, each matmul accumulates onto the result of the previou
 from dataclasses import dataclass, replace
 from math import frexp
 
-from hostweave.analysis.alignment import as_matmul
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
@@ -66,29 +65,28 @@ class _Matmuls:
         """Folds a launch into a matmul whose result it reads, the last such matmul if possible. None if it cannot be folded."""
         if launch.kernel not in self.kernels:
             return None
-        made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
-        last_first = sorted(made, key=lambda pair: -pair[0].number)
-        return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
+        made = [(*found, src) for src in launch.srcs if (found := self.matmul_of(src, place))]
+        last_first = sorted(made, key=lambda one: -one[0].number)
+        return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
 
-    def matmul_of(self, name: str, reader: Place) -> Place | None:
+    def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
         """The matmul that writes a buffer, if nothing but `reader` accesses the buffer and the matmul can move to `reader`. None
         otherwise."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
             return None
-        maker, matmul = touches[0], as_matmul(touches[0].instruction)
-        if not matmul or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
+        maker, matmul = touches[0], touches[0].instruction
+        if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
             return None
         between = maker.body[maker.index + 1 : reader.index]
         if any(i.orders for i in tree.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
             return None
-        return maker
+        return maker, matmul
 
-    def folded_into(self, place: Place, made: str, launch: ir.Launch) -> _Folded | None:
+    def folded_into(self, place: Place, matmul: ir.Matmul, made: str, launch: ir.Launch) -> _Folded | None:
         """Folds as many ops of a launch as possible into the matmul that computes one of its operands. None if this saves nothing."""
-        kernel, matmul = self.kernels[launch.kernel], as_matmul(place.instruction)
-        assert matmul
+        kernel = self.kernels[launch.kernel]
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
         targets = {result.name: dst for dst, result in zip(launch.dsts, kernel.results, strict=True)}
         value, ended, gone = kernel.inputs[launch.srcs.index(made)].name, matmul, list[Op]()

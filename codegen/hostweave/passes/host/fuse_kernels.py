@@ -17,6 +17,7 @@ lowering, and so also fuses kernels inside chunk loops and next to communication
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
@@ -32,6 +33,7 @@ from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # number of additions that take about as long as reading an element
 SHORT = 1 << 14  # longest row, in elements, that one thread block processes in less time than a second launch takes
+_number = attrgetter("number")
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -149,7 +151,6 @@ class Links:
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
-        """Instruction at a place, after the changes so far."""
         return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
@@ -325,10 +326,6 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
 
-def _number(place: Place) -> int:
-    return place.number
-
-
 def _waits(i: tree.Instruction) -> bool:
     return bool(tree.names(i, "wait", "join") or (i.orders and not tree.names(i, "fork")))
 
@@ -367,7 +364,6 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, lis
 
 
 def _sizes(walked: Iteration) -> list[list[Size]]:
-    """Sizes of the kept and of the reduced indices."""
     return [[walked.sizes[index] for index in indices] for indices in (walked.kept, walked.reduced)]
 
 

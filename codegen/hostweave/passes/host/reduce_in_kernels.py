@@ -16,6 +16,7 @@ from dataclasses import replace
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol
@@ -23,7 +24,6 @@ from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
 from hostweave.tune.cost import most_terms
 from hostweave.types.size import product
-from hostweave.types.tensor import Dim, TensorType
 
 IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
     ir.AllReduce: ir.LaunchAllReduce,
@@ -47,17 +47,13 @@ def _block(i: ir.FromTo) -> str:
 
 
 class _Reducing:
-    """Rewrites one body."""
-
     def __init__(self, program: ir.HostProgram, options: Options):
         self.given, self.options = program, options
         self.uses = def_use(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def program(self) -> ir.HostProgram:
-        reduces = [
-            (place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.AllReduce | ir.ReduceScatter | ir.AllGather)
-        ]
+        reduces = [(place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.FromTo) and type(i) in IN_KERNELS]
         found = [(place, i, most) for place, i in reduces if (most := self.most(place, i))]
         if not found:
             return self.given
@@ -73,7 +69,8 @@ class _Reducing:
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
-            if not self.is_over(launch):
+            # a result must not share memory with the term, because other threads may still send parts of it
+            if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
                 edits[end.number] = self.chosen(place, i, launch, end, most)
         body = tree.eliminate_dead_code(tree.edited(self.given.body, edits))
@@ -81,23 +78,16 @@ class _Reducing:
 
     def most(self, place: Place, i: ir.FromTo) -> int:
         """Largest number of elements that a kernel should send to each rank, or 0."""
-        if (
-            (isinstance(i, ir.Reduction) and i.op != "sum")
-            or i.is_shared
-            or place.loop
-            or place.mesh_body
-            or place.statement != place.number
-        ):
+        channel, is_nested = self.given.channel(i.channel), place.loop or place.mesh_body or place.statement != place.number
+        is_sum = not isinstance(i, ir.Reduction) or i.op == "sum"
+        if not is_sum or i.is_shared or is_nested or channel.mesh != self.given.mesh:
             return 0
-        channel = self.given.channel(i.channel)
-        is_here = channel.mesh == self.given.mesh
-        return most_terms(self.options.figures, IN_KERNELS[type(i)].kind, channel.size, self.uses.types[_block(i)]) if is_here else 0
+        return most_terms(self.options.figures, IN_KERNELS[type(i)].kind, channel.size, self.uses.types[_block(i)])
 
     def alone(self, i: ir.FromTo) -> ir.Launch:
         """Launch of a kernel that does only the collective. `chosen` adds the channel."""
         kind, term = IN_KERNELS[type(i)].kind, self.uses.root(i.src)
-        buffer = self.uses.types[i.src if kind == "all_reduce" else i.dst]
-        tensor = TensorType(buffer.dtype, tuple(map(Dim, buffer.shape)))
+        tensor = unsharded(self.uses.types[i.src if kind == "all_reduce" else i.dst])
         dim, reduction = None if kind == "all_reduce" else 0, None if kind == "all_gather" else "sum"
         facts = attributes(dim=dim, axes=MeshAxes(self.given.channel(i.channel).axes), reduction=reduction)
         op = Op(kind, (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
@@ -110,7 +100,7 @@ class _Reducing:
 
         The consumer must not read the block that is sent, because in the kernel this buffer stands for the blocks of all ranks.
         """
-        if isinstance(i, ir.AllReduce):
+        if not i.blocks:
             return True
         most, *sizes = (product(self.uses.types[name].shape) for name in (i.dst, *consumer.srcs, *consumer.dsts))
         are_small = all({*size.factors} <= {*most.factors} and size.coefficient <= most.coefficient * size.divisor for size in sizes)
@@ -121,10 +111,6 @@ class _Reducing:
         name = same or unique_name(name, self.kernels)
         self.kernels[name] = replace(kernel, name=name)
         return replace(launch, kernel=name)
-
-    def is_over(self, launch: ir.Launch) -> bool:
-        """True if a result of the kernel would overwrite the term, parts of which other threads may not have sent yet."""
-        return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
         few = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)

@@ -79,7 +79,9 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
     """A kernel that reduces the dims of a row, and a kernel that reduces the remaining dims."""
     (op,), (source,) = kernel.ops, kernel.inputs
-    first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location) if _is_counted(op) else op
+    first_op = op
+    if COUNT.name in dict(op.attributes):  # only the second kernel divides by the divisor of a mean
+        first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location)
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
     is_rounded = is_narrow and combine is not None and combine.identity  # partial results are then f32
     dtype = f32 if is_rounded else source.type.dtype
@@ -99,11 +101,6 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
         ir.Kernel(f"{op.kind}_{rows.name} of {kernel.name}", kernel.inputs, tuple(first)),
         ir.Kernel(f"{kernel.name} of rows", (ir.Parameter(rows.name, rows.type),), tuple(last)),
     )
-
-
-def _is_counted(op: Op) -> bool:
-    """True if a mean has an explicit divisor. The first kernel then only sums, and the second one divides."""
-    return COUNT.name in dict(op.attributes)
 
 
 def _with(op: Op, operand: str, axes: tuple[int, ...], result: Value) -> Op:

@@ -12,7 +12,7 @@ onto its result. `widen_rows` has already aligned the starts of rows, so no matr
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.analysis.alignment import SIDES, Unaligned, as_matmul, unaligned
+from hostweave.analysis.alignment import SIDES, Unaligned, unaligned
 from hostweave.analysis.def_use import def_use
 from hostweave.base.names import claim_unique
 from hostweave.host_ir import ir, tree
@@ -28,15 +28,15 @@ def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram
     types, taken = def_use(program).types, names_in(program)
 
     def split(i: tree.Instruction) -> tree.Body | None:
-        matmul = as_matmul(i)
-        found = unaligned(matmul, types, options.figures) if matmul else None
-        return tuple(_parts(matmul, found, {**types}, taken)) if matmul and found and not found.pitched and found.gain > 0 else None
+        found = unaligned(i, types, options.figures)
+        return tuple(_parts(found, {**types}, taken)) if found and not found.pitched and found.gain > 0 else None
 
     return replace(program, body=tree.rewrite(program.body, split))
 
 
-def _parts(matmul: ir.Matmul, found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
+def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
     """Splits off the remaining indices of each unaligned dim, one dim at a time."""
+    matmul = found.matmul
     for dim in found.dims:
         end = found.sizes[dim] - found.sizes[dim] % found.step
         rest = replace(matmul, bias=(), activation="") if dim == "k" else matmul
@@ -48,8 +48,7 @@ def _parts(matmul: ir.Matmul, found: Unaligned, types: dict[str, BufferType], ta
                 view = ir.Slice(views[name], name, axis, Size(size), Const(start), location=matmul.location)
                 types.update(view.defined(types))
                 yield view
-            viewed = as_matmul(tree.with_names(one, views, "read", "write"))
-            assert viewed
+            viewed = tree.with_names(one, views, "read", "write")
             if word == "rest":
                 yield viewed
             else:

@@ -12,7 +12,7 @@ matmul, or an output after it. `split_unaligned` later splits off the 50257th co
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.analysis.alignment import BYTES, Unaligned, as_matmul, rows_of, unaligned
+from hostweave.analysis.alignment import BYTES, Unaligned, rows_of, takes_padded_rows, unaligned
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.fusion_ir.ir import Op, Value
@@ -23,14 +23,14 @@ from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, is_matrix, strided, strides_of
+from hostweave.types.tensor import BufferType, strided, strides_of
 
 
 def widen_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     rows = _Rows(program)
     for place in rows.uses.places:
-        if (matmul := as_matmul(place.instruction)) and (found := unaligned(matmul, rows.uses.types, options.figures)):
-            rows.align(place, matmul, found, options.figures)
+        if found := unaligned(place.instruction, rows.uses.types, options.figures):
+            rows.align(place, found, options.figures)
     return rows.changed() if rows.edits else program
 
 
@@ -40,9 +40,10 @@ class _Rows:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.edits: dict[int, tree.Body] = {}
 
-    def align(self, place: Place, matmul: ir.Matmul, found: Unaligned, machine: Machine) -> None:
+    def align(self, place: Place, found: Unaligned, machine: Machine) -> None:
         """Pads the rows of all unaligned matrices of a matmul, or of none of them."""
-        types, roots = self.uses.types, dict.fromkeys(self.uses.root(getattr(matmul, field)) for field in found.pitched)
+        matmul, types = found.matmul, self.uses.types
+        roots = dict.fromkeys(self.uses.root(getattr(matmul, field)) for field in found.pitched)
         widened = {root: new for root in roots if (new := self.widened(root))}
         for own in widened.values():
             types = {**types, **own}
@@ -81,10 +82,9 @@ class _Rows:
 
     def accepts(self, i: tree.Instruction, types: dict[str, BufferType]) -> bool:
         """True if an instruction can access buffers of these types."""
-        if matmul := as_matmul(i):
-            return not matmul.scales and all(is_matrix(types[name]) for name in (matmul.a, matmul.b, matmul.dst))
         launched = tree.names(i, "launch")
-        return i.copies or (bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges)
+        is_accepted = bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges
+        return is_accepted or i.copies or takes_padded_rows(i, types)
 
     def wide(self, name: str, type: BufferType, at: tree.Instruction) -> Iterator[tree.Instruction]:
         """Allocates memory with aligned rows, and defines `name` as its view."""

@@ -189,7 +189,6 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        """View that contains the whole result of a view op."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)

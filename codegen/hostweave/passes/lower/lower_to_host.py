@@ -86,8 +86,6 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
 
 
 class _Lowering:
-    """Emits the instructions of one body."""
-
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
         self.windows = windows
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, options.transports)
