@@ -3,22 +3,29 @@ hw.repeat_interleave."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_here import needs_cuda
 from interpret import interpret
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.base.paths import RUNTIME
+from hostweave.build import nvrtc
 from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.targets.target import find_target
 from hostweave.types.tensor import block_of
 
 Array = np.ndarray[Any, Any]
@@ -152,6 +159,22 @@ def test_operands_with_wrong_shapes_or_dtypes() -> None:
         hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T@x", "K"], w=hw.f32["E", "K", "N"], ends=hw.i32["E"])(
             lambda x, w, ends: hw.grouped_matmul(x, w, ends).stream("T", chunks=2)
         ))  # fmt: skip
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["multiply_groups", "multiply_groups_transposed", "multiply_rows_of_groups"])
+def test_products_of_warpgroups_are_asynchronous(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler can serialise wgmma instructions, and then says so. It does if a branch around them may diverge within a warp."""
+    monkeypatch.setattr(nvrtc, "OPTIONS", tuple(option for option in nvrtc.OPTIONS if "fast-compile" not in option))
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, nvrtc.Nvrtc)
+    head, *kernels = (RUNTIME / "src" / "grouped.cu").read_text().split("\n\nHW_")
+    (kernel,) = (text for text in kernels if text.startswith(f"BY_WARPGROUPS({name}_by_warpgroups, bf16"))
+    text = "HW_" + re.split(r"\n\n", kernel)[0] + "\n}  // namespace hw\n"
+    replace(found, arch="sm_90a").compile(nvrtc.Unit("grouped", 1, head, text), tmp_path)
+    log = (tmp_path / "build.log").read_text()
+    assert "nvrtc" in log
+    assert "serialized" not in log, log
 
 
 # --- counts and results of stated sizes ---------------------------------------------------------------------------------

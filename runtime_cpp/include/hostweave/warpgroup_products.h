@@ -75,6 +75,10 @@ struct StageCount {
   __device__ void advance() { ++count; }
 };
 
+// Number of this warpgroup in its block. The shuffle tells the compiler that all threads of a warp have the same number.
+// Otherwise it would wait after each product, because branches on the number might diverge.
+__device__ inline int warpgroup_of_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+
 // Hardware barrier `number`, for some warps of a block.
 __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
@@ -119,7 +123,11 @@ class WarpgroupProducts {
 
  public:
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)
-      : p_(p), maps_(maps), stages_((address(shared) + 1023) & ~1023u), barriers_(address(barriers)) {
+      : p_(p),
+        maps_(maps),
+        stages_((address(shared) + 1023) & ~1023u),
+        barriers_(address(barriers)),
+        warpgroup_(warpgroup_of_block() - 1) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) filled(i).start(1), empty(i).start(kGroupedThreads / 32);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -166,7 +174,7 @@ class WarpgroupProducts {
     StageCount<kStages> at;
     bool exists = walk.find(tile_of_block(0), tile);
     for (int round = 1; exists; ++round, tile = next) {
-      const int64_t rows = (kOuter ? p_.depth : tile.rows.end) - tile.row - warpgroup() * 64;
+      const int64_t rows = (kOuter ? p_.depth : tile.rows.end) - tile.row - warpgroup_ * 64;
       const int last = rows > 0 ? begin_stages(tile, at) : -1;
       if (rows <= 0) skip_stages(tile, at);
       exists = walk.find(tile_of_block(round), next);
@@ -195,11 +203,11 @@ class WarpgroupProducts {
   const GroupedProblem& p_;
   const GroupedMaps& maps_;
   unsigned stages_, barriers_;
+  int warpgroup_;  // number among the warpgroups that multiply
   float sums_[kColumns / 8][4];
 
   __device__ static unsigned address(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
   __device__ static int thread() { return threadIdx.x - 128; }  // number among the threads that multiply
-  __device__ static int warpgroup() { return thread() / 128; }
   __device__ static bool is_storing() { return threadIdx.x % 128 == 0; }
   __device__ PhaseBarrier filled(int stage) const { return {barriers_ + stage * 8}; }
   __device__ PhaseBarrier empty(int stage) const { return {barriers_ + (kStages + stage) * 8}; }
@@ -230,7 +238,7 @@ class WarpgroupProducts {
       const unsigned stage = stages_ + at.stage() * kBytes;
       filled(at.stage()).wait(at.parity());
       if constexpr (kOuter) clear_rest(stage, tile.rows.count() - int64_t{step} * kDepth);
-      const uint64_t a = matrix(stage + warpgroup() * kBox), b = matrix(stage + kBytesA);
+      const uint64_t a = matrix(stage + warpgroup_ * kBox), b = matrix(stage + kBytesA);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < kDepth; k += 16) {
@@ -272,9 +280,9 @@ class WarpgroupProducts {
   // Stores `rows` rows of this warpgroup, kStaged columns at a time, through shared memory. One thread copies whole boxes from
   // there; all threads copy the last rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
-    const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup();
-    const unsigned staged = stages_ + kStages * kBytes + warpgroup() * (64 * kStaged * 2);
-    const int64_t row = tile.row + warpgroup() * 64;
+    const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
+    const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);
+    const int64_t row = tile.row + warpgroup_ * 64;
     const auto chunk = [&](int row, int place) {
       return staged + place / 8 * kBox + row * kRowBytes + (place % 8 ^ row % 8) * 16;
     };
@@ -335,7 +343,7 @@ class WarpgroupProducts {
   __device__ void store_wide(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, first = thread() / 32 % 4 * 16 + lane / 4;
     float* const to = static_cast<float*>(p_.result) + (kOuter ? tile.group * p_.result_stride : 0) +
-                      (tile.row + warpgroup() * 64) * p_.result_pitch;
+                      (tile.row + warpgroup_ * 64) * p_.result_pitch;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first + half * 8;
@@ -366,7 +374,7 @@ __device__ void multiply_groups_by_warpgroups(const GroupedProblem& p, const Gro
   __shared__ uint64_t barriers[2 * (kOuter ? kOuterStages : kWarpgroupStages)];
   WarpgroupProducts<T, kOuter, kTransposed> products(p, maps, shared, barriers);
   griddep_wait();
-  if (threadIdx.x < 128) {
+  if (warpgroup_of_block() == 0) {
     set_registers<40, false>();
     if (threadIdx.x < 32) products.copy();
   } else {
