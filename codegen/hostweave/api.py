@@ -432,7 +432,7 @@ class Program:
 
     @property
     def variants(self) -> Variants[Running]:
-        """Variants of the program that calls have needed so far, for example for sizes that the chunk loops do not divide.
+        """Variants of the program that were compiled for calls so far, for example for sizes that chunk loops do not divide.
 
         Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after a call with such sizes.
         """
@@ -442,7 +442,7 @@ class Program:
     def _running(self) -> Running:
         """The object that runs the program. Programs that bind inputs of this one share it.
 
-        Its module imports NumPy and the rendezvous, which compiling does not need.
+        Made at the first use, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
         """
         return self._made or interruptibly(self._make)
 

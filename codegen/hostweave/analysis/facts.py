@@ -1,4 +1,4 @@
-"""Invariants of the host IR. `pipeline.py` lists from which pass to which pass each one holds, and checks them after each pass.
+"""Invariants of the host IR. `pipeline.py` lists the passes between which each invariant holds, and checks it there after every pass.
 
 Each function raises ProgramError if its invariant does not hold.
 """

@@ -94,7 +94,7 @@ class _Dims:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """The dim that contains `dim` and is not itself a part, or `last` if the search reaches it first."""
+        """The outermost dim that contains `dim`, or `last` if this is one of the containing dims."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]

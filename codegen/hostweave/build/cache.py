@@ -229,7 +229,7 @@ def remove_leftovers() -> int:
 
 def evict(period: float = 0.0) -> None:
     """Removes the least recently used entries until the others are within the limit. Does nothing if the last eviction was less than
-    `period` seconds ago, because each reads all entries."""
+    `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only

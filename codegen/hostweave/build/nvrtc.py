@@ -142,8 +142,8 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 def loader(cubins: Mapping[str, Path]) -> str:
     """Returns the text of a C++ file that embeds cubins. `cubins` maps names of units to files.
 
-    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank, which the device
-    functions that they call do not have.
+    The C++ defines a `hw::JitKernel` for each kernel in the cubins. A kernel is recognised by its constant bank, because device functions
+    have none.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

@@ -86,7 +86,7 @@ def build(
 def load(path: Path, dlopen_flags: int) -> ModuleType:
     """Loads the module of a built program, with the dlopen flags of its target. Raises BuildError if the file cannot be loaded.
 
-    First checks and loads the cached libraries that the module needs, which the dynamic loader then finds by their sonames.
+    First checks and loads the cached libraries that the module needs. The dynamic loader then finds them by their sonames.
     """
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]

@@ -87,8 +87,8 @@ class Toolchain:
 class Library:
     """A library of the runtime. `make` builds it at `path`, or raises BuildError.
 
-    Each cached library has a unique `soname`, by which the loader finds the copy that `load` has checked and loaded, instead of opening the
-    file again.
+    Each cached library has a unique `soname`. By this name the loader finds the library that `load` has already checked and loaded, and
+    does not open the file again.
     """
 
     path: Path

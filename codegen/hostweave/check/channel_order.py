@@ -5,7 +5,7 @@ Devices may start unordered communications in a different order on every rank. K
 peers can then deadlock. Ranks also exchange element counts through memory that all streams of a rank share.
 
 Signals are only counted, so a wait cannot tell a signal from another one that overtook it. A CUDA graph may execute its branches one after
-another, in any order that its edges allow. Signals and waits must then still be in the order in which the host issues them.
+another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
 """
 
 from collections import defaultdict

@@ -174,7 +174,7 @@ class _Checker:
         return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Raises the error of a race. The message first names the operation that is issued later, because this one should have waited."""
+        """Raises the error of a race. The message names the later operation first, because it should have waited for the other one."""
         if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
             task_access, conflict = conflict, task_access
         part, access, other = task_access.part, task_access.access, conflict.part

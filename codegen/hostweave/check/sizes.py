@@ -154,8 +154,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """The program with those conditions inverted that change only at sizes more than `max_factor` times the minimal ones, so that branches
-    for large sizes run at small sizes. None if there is no such condition."""
+    """The program with its conditions for large sizes inverted, so that branches for large sizes run at small sizes. Such a condition
+    changes only at sizes more than `max_factor` times the minimal ones. None if there is no such condition."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -170,7 +170,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 
 def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
-    """Minimal sizes. Those over which no loop iterates are enlarged, so that a mistake in the order of a shard's elements shows."""
+    """Minimal sizes. Sizes that no loop iterates over are enlarged, because few elements would not show a wrong order in a shard."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}

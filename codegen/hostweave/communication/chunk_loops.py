@@ -1,4 +1,4 @@
-"""Splits a chunk loop into parts with equal chunks, and counts the shards of the dim that it iterates over.
+"""Splits a chunk loop into parts with equal chunks, and counts the shards of the chunked dim.
 
     loop 3 chunks across_shards { ... }
 

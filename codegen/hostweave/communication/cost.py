@@ -50,15 +50,15 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, the result is instead by how much the collective delays the ops that run at
-    the same time, because its kernels occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. If `overlaps`, seconds by which the collective delays the ops that run at the same time,
+    because its kernels occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of the same communication with copy engines. If `overlaps`, the result is instead by how much the copies delay the ops that
-    run at the same time, because they share the memory bandwidth."""
+    """Seconds of the same communication with copy engines. If `overlaps`, seconds by which the copies delay the ops that run at the same
+    time, because they share the memory bandwidth."""
     # `added` is the time of the kernel that sums the copied terms of a reduction
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)

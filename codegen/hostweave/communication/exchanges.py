@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the operand of a gather is not in a window, for example because it is an input, each rank puts it to its block on the peers:
+If the operand of a gather is not in a window, such as an input, each rank puts the operand to its block on the peers:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own

@@ -30,7 +30,7 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """Communication of one loop by puts or gets. Outside of iterations, `steps` has no owner."""
+    """Communication of one loop by puts or gets."""
 
     needs_count = True
 

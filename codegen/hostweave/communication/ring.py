@@ -131,7 +131,7 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """Each rank first puts its own shard to the next rank, and then the chunks that it receives from the previous rank."""
+    """All-gather by puts: a rank first puts its own shard to the next rank, and then each chunk that arrives from the previous rank."""
 
     def shard_in_window(self, op: Op) -> str | None:
         """Returns None: peers never get from this rank."""

@@ -75,7 +75,7 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """True if an op is only pointer arithmetic. Such are also reductions over one local element, and transfers of data that the rank
+        """True if an op is only pointer arithmetic: a view op, a reduction over one local element, or a transfer of data that the rank
         already holds."""
         if op.kind == "transfer":
             return self.is_local(op)

@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks those parameters as in windows that peers access in this program or in functions that it calls."""
+    """Marks parameters that peers access, in this program or in called functions, as parameters in windows."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):

@@ -82,7 +82,7 @@ class CppExprPrinter:
     """Prints sizes and integer expressions as C++.
 
     - `sizes` maps symbolic sizes to C++ names. The factors of a product are printed in the order of this map.
-    - `multiples` has known divisors of sizes, so that a division can directly follow its factor: `M / 8 * K`, not `M * K / 8`.
+    - `multiples` has known divisors of sizes. If 8 divides M, `M*K/8` is printed as `M / 8 * K`.
     - `variables` maps loop indices to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
     - `mesh` is the mesh whose axes the printed expressions refer to.
@@ -104,8 +104,8 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Yields a set that collects the C++ names of sizes and coordinates printed inside the `with` block, in place of the set of an
-        enclosing `noting`."""
+        """Yields a set that collects the C++ names of the sizes and coordinates that are printed inside the `with` block. They are not
+        added to the set of an enclosing `noting`."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -257,8 +257,8 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """Returns the C++ of a remainder that is never negative. If the left operand may be negative, first adds a multiple of the right
-        one, because in C++ the sign of `%` is that of the left operand."""
+        """Returns the C++ of a remainder that is never negative. In C++, the sign of `%` is that of the left operand. If this may be
+        negative, a multiple of the right operand is added."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

@@ -204,8 +204,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. No pointer is declared for a view at offset 0, which uses the pointer of its source, and
-        for a view in `arguments`, which is an expression in a call."""
+        """Declares a pointer at the view's offset. A view at offset 0 uses the pointer of its source, and a view in `arguments` is an
+        expression in a call, so neither needs a pointer."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:

@@ -17,7 +17,7 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 
 class Section:
-    """Statements of one scope. A value is computed at its first use, and outside the loops if it does not depend on them.
+    """Statements of one scope. A value is computed at its first use, or outside of loops on which it does not depend.
 
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
     the section of the scope that contains the loop, into which statements are hoisted.
@@ -131,8 +131,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: an expression if it is used once and is short or assigned to a variable, else a local
-        variable that is declared for it."""
+        """C++ of a value in its compute type. This is a local variable, declared at the first use, or an expression: if the value is used
+        once, and the expression is short or is assigned to a variable."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:

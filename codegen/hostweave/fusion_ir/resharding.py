@@ -159,7 +159,7 @@ def is_in_zigzag(type: TensorType) -> bool:
 
 
 def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
-    """Dims that are in zigzag in one of the two types, and split differently in the other."""
+    """Dims whose split differs between the types, and is a zigzag in at least one of them."""
     pairs = enumerate(zip(layout(source), layout(target), strict=True))
     return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
 
@@ -167,8 +167,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
     """Splits a reshard into reshards without zigzag, as pairs of types. There are two if a dim changes to or from zigzag, else one.
 
-    Between the two, each rank holds the whole dim, and reorders its pieces. All types have plain axes in place of zigzag axes, because the
-    pieces of a rank are then stored like one contiguous shard.
+    Between the two, each rank holds the whole dim, and reorders its pieces. The types have plain axes in place of zigzag axes: to a
+    reshard, the two pieces of a rank are one shard.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -252,8 +252,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which the partial value can be reduce-scattered before a transfer. The number of blocks that results must divide the dim's
-    size, or the number of blocks in the target if the size is symbolic."""
+    """Dims along which the partial value can be reduce-scattered before a transfer. The new number of blocks must divide the dim's size or,
+    if the size is symbolic, the number of blocks in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return

@@ -276,7 +276,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The buffer of which a contiguous view shows all elements in the same order, or the view itself if there is no such buffer."""
+        """If a view shows all elements of a contiguous buffer in order, the buffer. Otherwise the view itself."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name

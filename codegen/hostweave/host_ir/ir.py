@@ -1,7 +1,7 @@
 """The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax` line. Analyses, passes and the check use its traits and the roles of
-its fields, which tell the buffers that it defines, reads, writes or frees. So they need no change for a new instruction.
+Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields tell which buffers it defines, reads,
+writes or frees. Analyses, passes and the check use only these roles and traits of the class, and need no change for a new instruction.
 
 An instruction outside of all `stream` blocks runs on the caller's stream.
 """
@@ -104,7 +104,7 @@ class Kernel:
 
     @property
     def descriptive_name(self) -> str:
-        """Name made of the ops, or of `fused` if they are many, and of the results, such as `negative_multiply_y` or `fused_y`.
+        """Name such as `negative_multiply_y`, made of the ops and the results, or `fused_y` if there are many ops.
 
         A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op with whose name
         the name of its result already begins, such as `multiply_y`. If the names of the results are long, only the last one is used.

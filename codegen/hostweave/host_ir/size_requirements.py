@@ -122,8 +122,8 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Symbols whose sizes do not divide evenly as they must, for example among ranks, each with its size. If a sum such as (M + N) does not
-    divide evenly, all its symbols are included."""
+    """Maps symbols to their sizes, for those that must divide evenly, for example among ranks, and do not. If a sum such as (M + N) does
+    not divide evenly, all its symbols are included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:

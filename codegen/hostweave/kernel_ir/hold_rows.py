@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use it, or to load it before a
-reduction instead of after it.
+"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use it, or if it can be loaded before
+a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -109,7 +109,7 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands whose elements the op reads in the loop: not those of which it uses only the size, or reads at other indices."""
+    """Operands that the op reads at the loop's indices. Excludes operands that are gathered, or of which only the size matters."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 

@@ -202,7 +202,7 @@ class Loops:
         return dim.strides[self.places.index(place)]
 
     def own(self, size: Size) -> Size:
-        """Replaces the outermost size in a size by its parameter OUTERMOST, if the size is a multiple of it."""
+        """Writes a multiple of the outermost size as a multiple of the parameter OUTERMOST. Other sizes stay."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 

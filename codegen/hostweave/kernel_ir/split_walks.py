@@ -8,8 +8,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results that have all dims are stored in an additional last walk. A single walk stores them itself if they do not depend on its reductions.
-Operands of a reduction are computed in its walk, and again in each later walk that needs them.
+Results that have all dims are stored in an additional last walk. If there is only one walk, and the results do not depend on its
+reductions, this walk stores them. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
 """
 
 from collections.abc import Sequence

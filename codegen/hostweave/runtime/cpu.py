@@ -52,8 +52,8 @@ def seeded(
 
     With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
     `buffered_sends`, a send may complete before its recv starts. If either of them is None, the seed decides. `check_dependencies` is on by
-    default, and reports conflicting accesses that nothing orders, even if this schedule happens to order them. Raises ArgumentError for an
-    unknown picker.
+    default. It reports conflicting accesses that the program does not order, even if they do not collide in this schedule. Raises
+    ArgumentError for an unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """

@@ -157,8 +157,8 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange, in which it compares the `sizes`
-        of call `call`, if given."""
+        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange. If ranks compare sizes there,
+        `sizes` are those of call `call`."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 

@@ -38,7 +38,7 @@ class Watchdog:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads when the group is closed, because a thread in C++ code of the store at the exit of Python aborts the process."""
+        """Ends the threads when the group is closed. A thread in C++ code of the store would abort the process when Python exits."""
         self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTEN_SECONDS)

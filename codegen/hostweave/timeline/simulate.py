@@ -25,7 +25,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Rendezvous:
-    """Tasks of several ranks, all of which must have started before a communication of one of them proceeds."""
+    """Tasks of several ranks, all of which must start before a communication between them proceeds."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]

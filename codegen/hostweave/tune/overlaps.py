@@ -321,7 +321,7 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
     """Latest position at most `position` at which later ops hide all time of the op at `position`, or else the earliest possible one.
 
-    The op stays behind the kernel that computes its operand, to which pointwise ops that read this operand also belong.
+    The op stays behind the kernel that computes its operand. Pointwise ops that read this operand belong to that kernel.
     """
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)

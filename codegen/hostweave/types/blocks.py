@@ -149,7 +149,7 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if any source shard may overlap any target shard, because one of the shard counts may divide the dim unevenly."""
+        """True if both meshes split the dim, into different numbers of shards, and possibly unevenly. Any two shards may then overlap."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property

@@ -109,8 +109,8 @@ class FieldRanks:
                     queue.advance()
 
     def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
-        """The queues that can execute the instruction of `first` together, because their layouts, and the sizes that the instruction uses,
-        are equal."""
+        """The queues that can execute the instruction of `first` together: their layouts are equal, and so are the sizes that the
+        instruction uses."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
         place = first.executed_count, first.is_posted

@@ -262,8 +262,8 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
     """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
     Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: with as
-    many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger sizes; the variant
-    runs the branches for these at small sizes.
+    many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at large sizes. The variant
+    covers the branches for large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)

@@ -81,7 +81,7 @@ class _Run:
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Maps each column that a later run may read as a stack to the index of the repeat's result that is this stack."""
+        """Stacks that a later run may read: maps their columns to the indices of the repeat's results."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
@@ -290,8 +290,7 @@ class _Repeats:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Maps each column of results that the program returns to the run, the index of the result, and the type to which it is resharded
-        or None."""
+        """Columns of results that the program returns. Values: the run, the result's index, and the type of a reshard after it or None."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):

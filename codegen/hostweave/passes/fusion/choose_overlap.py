@@ -184,7 +184,7 @@ class _Choice:
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if the loop has no communication because the gather of an operand has other consumers, and so stays before the loop."""
+        """Warns if the gather of an operand stays before the loop because it has other consumers. The loop then has no communication."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.made.get(str(name)), indices.operand_dim(i, member.dim)
@@ -286,7 +286,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of each loop that computes an operand, if iteration i of this loop reads only chunk i of the operand."""
+        """Chunking and rotation of the loops that compute operands. Only operands of which iteration i of this loop reads chunk i count."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None

@@ -31,8 +31,8 @@ def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value that results from `source` by permuting and merging dims. For each dim of the value, `dims` lists the dims of `source` that
-    it merges, outermost first."""
+    """A value that results from `source` by permuting and merging dims. `dims` lists, for each dim of the value, the merged dims of
+    `source`, outermost first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]

@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type of a result after backward propagation. If all consumers need an unsharded dim split by the same unused axes, it gets them."""
+    """Type of a result after backward propagation. An unsharded dim gets the axes that all consumers need, if no other dim uses them."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

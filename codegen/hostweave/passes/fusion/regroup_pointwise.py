@@ -1,4 +1,4 @@
-"""Moves pointwise ops between reshapes to the shape on the other side of the reshapes, so that they fuse with the kernels there.
+"""Moves pointwise ops out of reshapes: computes them in the shape before or after the reshape, so that they fuse with the kernels there.
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
@@ -62,7 +62,7 @@ class _Groups:
         return None
 
     def shapes_beside(self, names: set[str]) -> Iterator[Shape]:
-        """Shapes in which kernels compute the operands of a group before a reshape, or read its values after one."""
+        """Shapes to which the group could move: those of its reshaped operands before, and of its values after the reshape, in kernels."""
         for op in (op for op in self.fusion.ops if op.kind == "reshape"):
             (source,), result = op.tensors, op.result.name
             if source in names and self.is_read(result):
@@ -71,7 +71,7 @@ class _Groups:
                 yield self.types[source].shape
 
     def connected(self, op: Op) -> set[str]:
-        """Results of the pointwise ops that chains of consumers and operands of the same shape connect with `op`."""
+        """Results of `op`, and of all pointwise ops of the same shape that read or compute values of these, directly or indirectly."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()

@@ -43,8 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Describes the terms of a value, of type `type`. A rank computes its term by applying the value's op to `operands`, of which those in
-    `summed` are themselves terms."""
+    """Describes the terms of a value, of type `type`. A rank computes its term by applying the value's op to `operands`. Those in `summed`
+    are themselves terms."""
 
     type: TensorType
     operands: tuple[str, ...]

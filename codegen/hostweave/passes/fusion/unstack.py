@@ -1,4 +1,4 @@
-"""Removes selects of single values from a stack of these values, and the stack if no op reads it as a whole.
+"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads it as a whole.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))

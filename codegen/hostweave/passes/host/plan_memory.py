@@ -196,7 +196,7 @@ class Planner:
 
 
 def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
-    """Forgets the events that an instruction may record in its bodies, because it may do so any number of times."""
+    """Forgets events that are recorded in the bodies of an instruction, because a body may run any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
@@ -258,6 +258,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """The instruction that the ranks of `mesh` execute: that in the child's `on` body if the body includes all of them, else the child."""
+    """The instruction in the child's `on` body, if all ranks of `mesh` execute this body. Otherwise the child."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

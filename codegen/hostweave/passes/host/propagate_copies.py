@@ -62,8 +62,8 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The copy in a branch of a loop of which one side copies between buffers of equal layout, and the other side communicates. None for
-    other instructions."""
+    """The copy in a branch, if the branch is in a loop, one side copies between buffers of equal layout, and the other side communicates.
+    None for other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None

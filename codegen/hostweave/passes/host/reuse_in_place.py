@@ -164,7 +164,7 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all uses of a buffer are in the `on` body around `place`, which is the scope of the view that replaces its allocation."""
+        """True if all uses of a buffer are in the `on` body around `place`. The view that replaces the allocation is in scope there."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
@@ -179,7 +179,7 @@ class _Sharing:
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if the instruction at `other` has ended before that at `place` runs, because of stream order, a join or a fork."""
+        """True if stream order, a join or a fork ensures that the instruction at `other` ends before the one at `place` runs."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:

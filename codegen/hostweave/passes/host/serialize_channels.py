@@ -81,7 +81,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes waits for the event (or records of the event) if `instruction` is one, or is a stream block that contains some."""
+        """Removes the instruction if it is a wait for the event (or a record, as `kind` says). In a stream block, removes those inside."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):

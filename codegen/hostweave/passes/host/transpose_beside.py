@@ -60,7 +60,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
-    """The program in which the launch at `first` also writes the copy. None if the thread blocks would not transpose tiles."""
+    """The program in which the launch at `first` also writes the copy. None if the kernel would not write the copy in tiles."""
     (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
     (result,) = tree.names(path[0], "alias")
     types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}

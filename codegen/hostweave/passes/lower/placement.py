@@ -119,7 +119,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if the view `op` only adds dims of one element to a value that its op can write into the result of the view."""
+    """True if the view `op` only adds dims of one element, and the op of the viewed value can write directly into the view's memory."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -173,8 +173,8 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value to the view that reads it, for the chain of views that ends in `op`. Empty if a view cannot be inverted in `memory`,
-    or if a value has other uses."""
+    """Follows the chain of views that ends in `op` back to its source, and maps each value to the view that reads it. Empty if a view
+    cannot be inverted in `memory`, or if a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
