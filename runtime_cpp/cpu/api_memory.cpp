@@ -28,7 +28,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // the addresses may have belonged to memory that was freed outside the device
+  forget(*pointer, bytes);  // earlier accesses may have been to host memory at these addresses
   return cudaSuccess;
 }
 
@@ -85,7 +85,7 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  // The use of host memory as device memory is no error here, because a program may pass memory of malloc.
+  // The use of host memory as device memory is no error here, because a program may pass memory from malloc.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;

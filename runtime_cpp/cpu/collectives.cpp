@@ -1,4 +1,5 @@
-// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op. Each call has one seat in a Match.
+// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op. The calls of several ranks meet in a Match
+// (communicator.h).
 #include <algorithm>
 #include <cstring>
 #include <memory>

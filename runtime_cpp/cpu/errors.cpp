@@ -12,7 +12,7 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// Text of the last error, and the code of each library to which the text belongs. Other codes get their plain names.
+// Last error of a thread. The text belongs to the code `text_of`; other codes get their plain names.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

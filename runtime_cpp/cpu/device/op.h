@@ -160,7 +160,7 @@ struct Event {
   int device = 0;
   bool timed = true;
   OpPtr record;                      // last record; a wait binds to it at the time of the call
-  std::shared_ptr<Capture> capture;  // capture in which it was recorded last, as this node
+  std::shared_ptr<Capture> capture;  // capture of its last record, which is this node
   std::size_t node = 0;
 };
 

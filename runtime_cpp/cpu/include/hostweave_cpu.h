@@ -79,7 +79,7 @@ typedef struct hw_cpu_counters {
   uint64_t live_events;
   uint64_t live_communicators;
   uint64_t allocations;   // total calls of cudaMalloc
-  uint64_t copied_bytes;  // total bytes between device buffers
+  uint64_t copied_bytes;  // total bytes copied between device buffers
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.

@@ -166,8 +166,8 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL adds nodes that await and record its events, in order to order launches with plain calls. The launch awaits and records
-// these events instead, before and after the whole graph, which keeps the order.
+// NCCL adds nodes that await and record its events, so that launches are ordered with plain calls. The order stays the same if
+// the launch awaits and records these events before and after the whole graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

@@ -54,7 +54,7 @@ class Block {
   void each(const std::function<void(int64_t, int64_t)>& visit) const;
 
  private:
-  Shape shape_, global_, begin_, shift_;  // shift_: additional global offset of the second half of a dim
+  Shape shape_, global_, begin_, shift_;  // shift_: additional global offset of the second piece in zigzag
 };
 
 // Pseudorandom number from 0 to 7, determined by seed and index.

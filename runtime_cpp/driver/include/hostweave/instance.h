@@ -125,7 +125,7 @@ class Instance {
   // Throws CaptureError if a capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
-  // Captures a call as a graph. Throws CaptureError.
+  // Captures a call as a graph. Throws CaptureError if that fails.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a captured call, in order with the calls by `run`.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);

@@ -14,7 +14,7 @@
 
 namespace hw {
 
-// Throws ExecutionError if this host has fewer devices. The CPU target creates them. Call it once, before any other call.
+// Throws ExecutionError if this host has fewer GPUs. The CPU target creates devices. Call it once, before any other call.
 void use_devices(int count);
 // Declares that ranks are processes. On the CPU target, every process calls it once, before any other call.
 void use_processes();
