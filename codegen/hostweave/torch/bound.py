@@ -45,7 +45,7 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
     try:
         return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # not a stream, which the launch reports
+    except TypeError:  # not a stream: the launch raises an error
         return nullcontext()
 
 

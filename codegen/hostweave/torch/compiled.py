@@ -83,7 +83,7 @@ class CompiledModule(Delegating):
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
-        self.alone_on: torch.device | None = None  # device of a program of one rank, which ignores the group of this process
+        self.alone_on: torch.device | None = None  # device of a program of one rank, which runs without the group of this process
         self.generation: Any = None  # programs of `generate`, for a module of transformers
         self._held_tensors = Held(module, graph.parameters.values())
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]

@@ -93,7 +93,7 @@ def exported(
             except Exception:
                 if not repeats.has_indices:
                     raise
-                why = "an index in a cache is used where only an int is accepted"  # or the next call raises the same error
+                why = "an index in a cache is used where only an int is accepted"  # otherwise the next call raises again
                 repeats.how = dict.fromkeys(repeats.layers, "")
             if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")

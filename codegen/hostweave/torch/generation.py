@@ -59,7 +59,7 @@ class _Rank:
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
         self.graph: TokenGraph | None = None
-        self.is_first = True  # True from a call with prompts to the first call for a token
+        self.is_first = True  # True after prompts, until the first call for a token
 
 
 class Generation:
@@ -157,7 +157,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. Allocates a cache without tensors with global sizes, and then replaces its tensors by those of this rank."""
+        """Calls a program. Allocates a new cache with global sizes, and then replaces its tensors by blocks of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.torch.state import NUMBERS, is_same
 
-INDEX = "layer_idx"  # attribute with the index of a module of transformers in a cache
+INDEX = "layer_idx"  # attribute of a module of transformers: the index of its layer in a cache
 
 
 class Index:

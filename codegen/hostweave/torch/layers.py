@@ -32,11 +32,11 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that is this argument of the next layer
+    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that the next layer gets as this argument
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with the result of the first layer that is this argument of the next layer, or with None."""
+        """Pairs each argument with the result of the first layer that the next layer gets as this argument. None if no result is."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
@@ -131,8 +131,8 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that the nodes of each group are consecutive. A group is not kept together if a node
-    outside depends on it, and it depends on that node."""
+    """Sorts nodes so that the nodes of each group are consecutive. A group is split if a node outside depends on the group, and the group
+    depends on that node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

@@ -78,7 +78,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """Name of the variable to which the user's code assigns a value, or the tensor that the value views. Otherwise torch's name."""
+    """Variable to which the user's code assigns a constant, or the tensor of which it is a view. Without a variable, torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)

@@ -39,7 +39,7 @@ class Ranges(Generic[P]):
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
         self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
-        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, until the ranks have agreed
+        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls; -1 once all ranks use the part
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
         """Part for these arguments, or None if the sequential program runs. Collective: the ranks pass the same sizes."""

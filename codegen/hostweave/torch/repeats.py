@@ -169,8 +169,8 @@ class Repeats:
         return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why a traced layer cannot represent equal layers, or "". A reason is a value that crosses its boundary without being an
-        argument or a result, or a write in place."""
+        """Reason why a traced layer cannot represent equal layers, or "". Reasons are a write, a value that the layer reads but does not
+        take as an argument, and a value that others read but it does not return."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)

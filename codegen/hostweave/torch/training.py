@@ -33,7 +33,7 @@ class Differentiated(CompiledModule):
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # Parameters among the arguments of the joint graph, in order, or None. `_wants` is True for those that require grad.
+        # For each argument of the joint graph: the parameter, or None. `_wants` is True for parameters that require grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
         of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}

@@ -121,7 +121,7 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Linear whose weights are 8-bit floats with scales. In the scale of a row, magnitudes above `bound` count as `bound`."""
+    """Linear whose weights are 8-bit floats with scales. The maximum of a row, which gives its scale, is limited to `bound`."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
@@ -149,7 +149,7 @@ def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: s
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradient of a weight, a sum over rows. Blocks are 128 rows. With one scale per tensor, dy is quantised as in `scaled_product`."""
+    """Gradient of a weight: transposed dy times x. Blocks have 128 rows. With "tensor", dy is quantised as in `scaled_product`."""
     dy, x, of_gradients = _of_rows(dy), _of_rows(x), _of_gradients(scaling)
     if scaling == "tensor":
         return _product(_turned(hw.quantize(dy, scaling, of_gradients)), _turned(hw.quantize(x, scaling)), x.dtype)

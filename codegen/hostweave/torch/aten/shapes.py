@@ -115,7 +115,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
         end = None if end is None or end >= 2**62 else end
         return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
     first = start or 0
-    if not isinstance(first, int):  # a start at a known distance from the end is counted from the end
+    if not isinstance(first, int):  # such as n - 3 of n elements, which becomes -3
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
             raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
@@ -215,7 +215,7 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
-    """Elements of x that have an index. In dims other than `dim` these are the first elements, as in torch."""
+    """The part of x that an index refers to. In dims other than `dim`, the index may have fewer elements than x, as in torch."""
     return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
 
 
