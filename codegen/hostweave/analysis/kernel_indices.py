@@ -82,9 +82,8 @@ class _Dims:
         return dim
 
     def join(self, dims: list[DimOfValue]) -> None:
-        for other in map(self.first, dims[1:]):
-            if self.first(dims[0]) != other:
-                self.same[other] = self.first(dims[0])
+        one = self.first(dims[0])
+        self.same.update((other, one) for other in map(self.first, dims[1:]) if other != one)
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
         """Records that `part` is a part of `whole`. The caller has joined all dims that share an index. Raises NotOneKernel if `part` would

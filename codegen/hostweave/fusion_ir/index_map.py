@@ -86,5 +86,7 @@ def numbered(shape: SymbolicShape, letter: str = "i") -> tuple[str, ...]:
 
 def aligned(shape: SymbolicShape, result: SymbolicShape, labels: Labels) -> Labels:
     """Labels of dims aligned from the right. A dim of 1 is broadcast if the result's dim is larger."""
+    if shape == result:
+        return labels
     skipped = len(result) - len(shape)
     return tuple(None if size != result[i] else labels[i] for i, size in enumerate(shape, skipped))

@@ -92,18 +92,14 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             into[label] = free
             used.update(free)
 
-    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # all dims with a given label
     labelled = [list(zip(labels, type.dims, strict=True)) for labels, type in zip(indices.operands, operands, strict=True)]
-    for label, dim in chain.from_iterable(labelled):
-        walked.setdefault(label, []).append(dim)
-    pairs = [
-        [
-            (label, dim)
-            for label, dim in dims
-            if label and dim.axes and all(_splits_alike(indices, label, dim, other, mesh) for other in walked[label])
-        ]
-        for dims in labelled
-    ]
+    walked = [*((label, Dim(size)) for label, size in kept.items()), *chain.from_iterable(labelled)]
+
+    def fits_all(label: str, dim: Dim) -> bool:
+        """True if all dims of a label can be split like `dim`."""
+        return all(_splits_alike(indices, label, dim, other, mesh) for at, other in walked if at == label)
+
+    pairs = [[(label, dim) for label, dim in dims if label and dim.axes and fits_all(label, dim)] for dims in labelled]
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
             if label in kept:

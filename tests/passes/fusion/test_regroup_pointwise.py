@@ -10,7 +10,9 @@ import pytest
 from compiled_fusions import random_arrays
 
 import hostweave as hw
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.passes.fusion import regroup_pointwise
 
 
 def launches(function: Callable[..., Any], **specs: Any) -> int:
@@ -34,6 +36,28 @@ def test_between_reshapes() -> None:
         return hw.sum(hw.reshape(g, 12, 8), 1)
 
     assert launches(f, x=X, w=W) == 1
+
+
+@pytest.mark.parametrize("depth", [3, 9])
+def test_the_number_of_rewrites_does_not_depend_on_the_depth(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without a common reshape move in one rewrite. The time of the pass is therefore linear in the number of layers."""
+    rewrites: list[object] = []
+
+    class Moving(regroup_pointwise._Moving):
+        def rewritten(self) -> Fusion:
+            rewrites.append(self)
+            return super().rewritten()
+
+    monkeypatch.setattr(regroup_pointwise, "_Moving", Moving)
+
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        for _ in range(depth):
+            g = hw.tanh(hw.reshape(x * x + 1.0, 3, 4, 8))
+            x = hw.sort(hw.sum(hw.reshape(g, 12, 8), 1, keepdims=True) * x, 0)
+        return x
+
+    launches(f, x=X, w=W)
+    assert len(rewrites) == 2
 
 
 def test_a_value_that_is_returned_or_multiplied_keeps_its_shape() -> None:

@@ -64,9 +64,10 @@ def infer_type(op: Op, operands: Types) -> TensorType:
     Raises ProgramError at the op's location if the operands are not valid.
     """
     try:
-        return replace(OPS[op.kind].infer(operands, op), mesh=_common_mesh(op, operands))
+        derived, mesh = OPS[op.kind].infer(operands, op), _common_mesh(op, operands)
     except Mismatch as mismatch:
         raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+    return derived if derived.mesh is mesh else replace(derived, mesh=mesh)
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:

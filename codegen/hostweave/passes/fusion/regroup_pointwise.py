@@ -11,8 +11,8 @@ together, as a group. A group does not move if another kernel reads its values, 
 move if one of its ops could be the epilogue of a matmul, or if its values are sharded or streamed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.index_map import ONE, groups
@@ -27,9 +27,9 @@ Shape = tuple[Size, ...]
 
 
 def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
-    """Moves one group of ops after another, until no further move lets ops fuse."""
-    while group := next(filter(None, map(_Groups(fusion).moved, fusion.ops)), None):
-        moved = _Moving(fusion, group).rewritten()
+    """Moves groups of ops until no further move lets ops fuse. Groups with no reshape in common move at once."""
+    while moving := [*filter(None, map(_Groups(fusion).moved, fusion.ops))]:
+        moved = _Moving(fusion, moving).rewritten()
         fusion = replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs))
     return fusion
 
@@ -38,15 +38,18 @@ def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
 class _Group:
     """Pointwise ops of one shape, by the names of their results, and their new shape."""
 
-    names: frozenset[str]
+    names: set[str]
     have: Shape
     want: Shape
+    regrouped: dict[str, str] = field(default_factory=dict)  # value -> the value in the new shape
 
 
 class _Groups:
     def __init__(self, fusion: Fusion):
         self.fusion, self.made, self.uses, self.types = fusion, fusion.made, consumers(fusion), fusion.types
+        self.places = {op.result.name: place for place, op in enumerate(fusion.ops)}
         self.seen: set[str] = set()
+        self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
         """The group of an op, with its new shape. None if no move lets the group fuse with more kernels."""
@@ -55,20 +58,31 @@ class _Groups:
         names, have = self.connected(op), op.result.type.shape
         self.seen |= names
         for shape in dict.fromkeys(self.shapes_beside(names)):
-            group = _Group(frozenset(names), have, shape)
+            group = _Group(names, have, shape)
             is_merge = any(len(left) != 1 or len(right) != 1 for left, right in groups(have, shape))
-            if is_merge and shape[0] != ONE and self.may_move(group):
+            if is_merge and shape[0] != ONE and self.may_move(group) and self.changed.isdisjoint(around := self.with_views(names)):
+                self.changed |= around
                 return group
         return None
 
     def shapes_beside(self, names: set[str]) -> Iterator[Shape]:
         """Shapes to which the group could move: those of its reshaped operands before, and of its values after the reshape, in kernels."""
-        for op in (op for op in self.fusion.ops if op.kind == "reshape"):
-            (source,), result = op.tensors, op.result.name
-            if source in names and self.is_read(result):
-                yield op.result.type.shape
-            elif result in self.operands(names) and (made := self.made.get(source)) and _is_kernel(made):
+        reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
+        for result in sorted(reshapes, key=self.places.__getitem__):
+            (source,) = self.made[result].tensors
+            if source not in names and (made := self.made.get(source)) and _is_kernel(made):
                 yield self.types[source].shape
+            elif source in names and self.is_read(result):
+                yield self.types[result].shape
+
+    def with_views(self, names: set[str]) -> set[str]:
+        """Adds the views between a group and its neighbours."""
+        found, waiting = set(names), [*names]
+        while waiting:
+            views = {op.result.name for op in self.beside(waiting.pop()) if OPS[op.kind].is_view} - found
+            found |= views
+            waiting += views
+        return found
 
     def connected(self, op: Op) -> set[str]:
         """Results of `op`, and of all pointwise ops of the same shape that read or compute values of these, directly or indirectly."""
@@ -87,7 +101,7 @@ class _Groups:
             *(user for user in self.uses[name] if user),
         ]
 
-    def operands(self, names: set[str] | frozenset[str]) -> set[str]:
+    def operands(self, names: set[str]) -> set[str]:
         """Values that a group reads and does not compute."""
         return {operand for name in names for operand in self.made[name].tensors} - names
 
@@ -120,43 +134,39 @@ class _Groups:
 
 
 class _Moving(OpRewriter):
-    """Gives the ops of a group their new shape, and adds reshapes of their operands and results where needed."""
+    """Gives the ops of groups their new shapes, and adds reshapes of their operands and results where needed."""
 
-    def __init__(self, fusion: Fusion, group: _Group):
+    def __init__(self, fusion: Fusion, groups: Iterable[_Group]):
         super().__init__(fusion)
-        self.group, self.made, self.uses = group, fusion.made, consumers(fusion)
-        self.regrouped: dict[str, str] = {}  # value -> the value in the new shape
+        self.made, self.group_of = fusion.made, {name: group for group in groups for name in group.names}
+        self.dropped: dict[str, str] = {}  # reshape after a group -> value of the moved op, which consumers read instead
 
     def add(self, op: Op) -> None:
-        self.op, name, want = op, op.result.name, self.group.want
-        if op.kind == "reshape" and op.tensors[0] in self.group.names and op.result.type.shape == want:
-            self.regrouped[name] = self.regrouped[op.tensors[0]]
-        elif name not in self.group.names:
-            self.emit(op.renamed({old: new for old, new in self.regrouped.items() if old in self.dropped}))
-        else:
-            operands = {operand: self.operand(operand) for operand in op.tensors}
-            self.regrouped[name] = new = self.names.new(f"{name}_regrouped")
-            type = replace(op.result.type, dims=tuple(map(Dim, want)))
+        self.op, name = op, op.result.name
+        source = self.group_of.get(op.tensors[0]) if op.kind == "reshape" else None
+        if source and op.result.type.shape == source.want:
+            self.dropped[name] = source.regrouped[name] = source.regrouped[op.tensors[0]]
+        elif group := self.group_of.get(name):
+            operands = {operand: self.operand(operand, group) for operand in op.tensors}
+            group.regrouped[name] = new = self.names.new(f"{name}_regrouped")
+            type = replace(op.result.type, dims=tuple(map(Dim, group.want)))
             self.emit(replace(op.renamed(operands), result=replace(op.result, name=new, type=type)))
             self.emit(replace(op, kind="reshape", operands=(new,), attributes=()))
+        else:
+            self.emit(op.renamed(self.dropped))
 
-    @property
-    def dropped(self) -> set[str]:
-        """Results of reshapes after the group: consumers read the value of the moved op instead."""
-        return self.regrouped.keys() - self.group.names - self.types.keys()
-
-    def operand(self, name: str) -> str:
+    def operand(self, name: str, group: _Group) -> str:
         """An operand of an op that moves, in the new shape."""
-        if name not in self.regrouped:
-            op, new = self.made.get(name), _regrouped(self.types[name].shape, self.group)
+        if name not in group.regrouped:
+            op, new = self.made.get(name), _regrouped(self.types[name].shape, group)
             assert new is not None
             if new == self.types[name].shape:
-                self.regrouped[name] = name
+                group.regrouped[name] = name
             elif op and op.kind == "reshape" and self.types[op.tensors[0]].shape == new:
-                self.regrouped[name] = op.tensors[0]
+                group.regrouped[name] = op.tensors[0]
             else:
-                self.regrouped[name] = self.reshaped(name, 0, len(self.types[name].shape), new, of=name)
-        return self.regrouped[name]
+                group.regrouped[name] = self.reshaped(name, 0, len(self.types[name].shape), new, of=name)
+        return group.regrouped[name]
 
 
 def _is_kernel(op: Op) -> bool:

@@ -446,11 +446,11 @@ def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
     """Gives each launch a separate kernel, with the location of the launch and the names of its buffers."""
     links = Links(program)
-    kernels: list[ir.Kernel] = []
+    kernels: dict[str, ir.Kernel] = {}
     changes: dict[int, ir.Launch] = {}
     for place, launch in links.launches.items():
         kernel = links.kernels[launch.kernel]
-        if any(kernel.name == other.name for other in kernels):
+        if kernel.name in kernels:
             taken: set[str] = set()
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
             names = {parameter.name: claim_unique(links.called(buffer), taken) for parameter, buffer in buffers}
@@ -458,8 +458,8 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             ops = tuple(replace(_renamed(op, names), location=launch.location) for op in kernel.ops)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, ops)
             changes[place.number] = replace(launch, kernel=kernel.name)
-        kernels.append(kernel)
-    return replace(program, kernels=tuple(kernels), body=tree.edited(program.body, changes))
+        kernels[kernel.name] = kernel
+    return replace(program, kernels=tuple(kernels.values()), body=tree.edited(program.body, changes))
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:

@@ -86,12 +86,13 @@ def _line(i: tree.Instruction) -> _Line:
 def _place(view: tree.Instruction, lines: _Lines) -> None:
     """Inserts a view before its first user in `lines`, and before other views at that position."""
     (out,) = tree.names(view, "view")
-    users = [k for k, (_, uses) in enumerate(lines) if out in uses]
-    at = users[0] if users else 0
-    if len(users) == 1 and (inside := _inside(view, lines[at][0])):
+    users = (k for k, (_, uses) in enumerate(lines) if out in uses)
+    at = next(users, 0)
+    has_bodies = bool(lines) and bool(tree.bodies(lines[at][0]))
+    if has_bodies and next(users, None) is None and (inside := _inside(view, lines[at][0])):
         lines[at] = _line(inside)
         return
-    lines.insert(_first_place(at, [i for i, _ in lines], ("view",)), _line(view))
+    lines.insert(_first_place(at, [i for i, _ in lines[: at + 1]], ("view",)), _line(view))
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
