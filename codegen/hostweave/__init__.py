@@ -76,7 +76,7 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module that tracing does not need at the first use of one of its names, so that `import hostweave` is fast."""
+    """Imports a module at the first use of its names, if tracing does not need it. So `import hostweave` is fast."""
     if name not in _MODULE_OF:
         raise _unknown(name)
     return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)

@@ -46,7 +46,7 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants, which refer to it instead of to each other, so that none keeps another alive."""
+    """Identity that a program shares with its variants. They refer to it, not to each other, so no variant keeps another one alive."""
 
 
 class Running:

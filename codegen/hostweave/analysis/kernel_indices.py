@@ -20,7 +20,7 @@ class NotOneKernel(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """Range of indices along one dim of a concat's or pad's result that one operand fills."""
+    """The indices that one operand fills, along one dim of the result of a concat or pad."""
 
     dim: int
     index: str | None  # index of the result's dim

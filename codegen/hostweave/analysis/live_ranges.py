@@ -2,7 +2,7 @@
 
 An `allocate` in a stream block makes one buffer per stream; elsewhere it makes one buffer. The buffer lives until its `deallocate`, or
 until the end of its body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes.
-If the freed buffer belongs to a stream, only buffers of the same stream may do so until the streams are joined.
+If the freed buffer belongs to a stream, only buffers of the same stream may reuse its bytes until the streams are joined.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line inside this context, for tracing of a recorded graph, whose author's code is not on the stack."""
+    """Makes `location` the user's line in errors. Needed to trace a recorded graph: the code that made it is not on the stack."""
     token = _stated.set(location)
     try:
         yield

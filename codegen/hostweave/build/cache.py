@@ -308,7 +308,7 @@ def _expect_own(folder: Path) -> None:
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError if another user can replace the folder: one who owns a folder above it, or can write to one without sticky bit."""
+    """Raises BuildError if another user owns the folder or a parent, or can write there and no sticky bit protects it."""
     for at in _path_components(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
@@ -341,7 +341,7 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file for the dynamic loader, which no later replacement of the file affects.
+    """Opens a cached library, and yields a path of the open file. The loader then reads this file, even if it is replaced.
 
     Raises BuildError if other users can write to the file, or if it is not the file that was published.
     """

@@ -65,7 +65,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core, each of which includes some of the sources, because most compile time goes to headers that all include."""
+    """Writes one file per core, which includes some of the sources. So each core compiles the common headers only once."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -98,7 +98,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 def run_together(commands: list[list[str]], folder: Path) -> None:
     """Runs commands in `folder` in parallel, one per core. Appends the commands and their output to `build.log`.
 
-    Raises BuildError with the first line that reports an error if a command fails.
+    If a command fails, raises BuildError with the first line that reports an error.
     """
 
     expect_steps(len(commands))

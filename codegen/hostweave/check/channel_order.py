@@ -100,7 +100,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """Communications and groups that must be ordered with another one, but are not on some rank."""
+    """Communications and groups that some rank does not order, although they must be ordered."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.may_be_serialised for channel in used) < 2 and not program.has_signals:
         return set()

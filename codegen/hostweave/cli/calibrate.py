@@ -78,8 +78,8 @@ def _negated() -> Fusion:
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """Measures the bandwidth of a collective, of a put and of a get. Puts and gets need a loop with a matmul, which has one column, and so
-    takes negligible time."""
+    """Measures the bandwidth of a collective, of a put and of a get. Puts and gets need a loop with a matmul. The matmul has one column, so
+    its time is negligible."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
@@ -108,7 +108,7 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
 
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
-    """Median time of a call in seconds, where a call takes as long as on its slowest rank."""
+    """Median time of a call on its slowest rank, in seconds."""
     from hostweave.runtime.search import random_array
 
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))

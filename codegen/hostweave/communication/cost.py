@@ -139,7 +139,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has computed the chunks of other ranks and then its own, and has sent each of the former once computed."""
+    """Seconds until the rank has computed the chunks of other ranks, sent each once it is computed, and then computed its own chunks."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -84,8 +84,7 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the user's source lines of the first instruction of the body that does work. For a kernel, these are the lines of
-        all its ops."""
+        """Comments with the user's source lines for the body's first instruction that does work. A kernel has the lines of all its ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)

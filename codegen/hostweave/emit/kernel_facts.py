@@ -180,8 +180,7 @@ class KernelFacts:
         return bool(reduced_indices(op, self.walked.indices))
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for a scale of quantised values, a maximum with a literal divided by a literal, because its reciprocal is a normal
-        number."""
+        """True for a scale of quantised values: max(x, literal) / literal. Literals in this range make the reciprocal a normal number."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False

@@ -1,4 +1,4 @@
-"""Arguments of constructors and of `prepare` of matmul and attention plans, and names of matmul plans."""
+"""Arguments for the constructors and the method `prepare` of matmul and attention plans. Also names matmul plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -19,7 +19,7 @@ class IndexMap:
     two kinds of dims: a dim of one element that is broadcast, new, or kept after a reduction; and a dim that cannot be sharded, because the
     op slices, pads or concatenates it.
 
-    - `outer`: labels of dims that a reshape splits or merges. They relate only the outermost of these dims, which can be sharded, but not
+    - `outer`: labels of dims that a reshape splits or merges. Only the outermost of these dims has the label. It can be sharded, but not
       chunked.
     - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Only this number of ranks can split the dim:
       each rank has one block.

@@ -98,7 +98,7 @@ class ReshardStep:
         return with_layout(type, tuple(after), partial)
 
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
-        """True if the step changes `type` to `target`, the type that it states."""
+        """True if the step changes `type` to `target`, its stated result type."""
         if self.kind == "transfer":
             is_move = not type.partial and not target.partial and type.mesh != target.mesh
             return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))

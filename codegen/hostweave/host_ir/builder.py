@@ -87,7 +87,7 @@ class Builder:
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result nothing in the current body reads. During an asynchronous communication, adds the copy to `aside`."""
+        """Emits a copy whose result the current body does not read. During an asynchronous communication, adds the copy to `aside`."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:

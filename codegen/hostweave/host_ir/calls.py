@@ -168,7 +168,7 @@ class _Inlining:
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
-    """Deallocates for those allocations of `body` that no instruction of `around` frees."""
+    """Yields a `deallocate` for each allocation of `body` that no instruction of `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)

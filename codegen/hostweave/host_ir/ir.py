@@ -106,8 +106,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name such as `negative_multiply_y`, made of the ops and the results, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op with whose name
-        the name of its result already begins, such as `multiply_y`. If the names of the results are long, only the last one is used.
+        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op whose name its
+        result already has as prefix, such as `multiply_y`. If the names of the results are long, only the last one is used.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -274,7 +274,7 @@ class HostProgram:
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes that a call determines by the shapes of its arguments. All but the depths of repeats are such."""
+        """Names of the symbolic sizes that the shapes of a call's arguments determine: all except the depths of repeats."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:

@@ -74,7 +74,7 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Numbers of indices of the source before and after a partial view. Empty if they depend on more than sizes."""
+    """Number of indices of the source before a partial view, and number after it. Empty if these depend on more than sizes."""
     if view.span is None:
         return ()
     dim, start, extent = view.span

@@ -11,8 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. Some of
-them then load rows while another one waits for a reduction.
+If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. Some
+blocks then load rows while another block waits for a reduction.
 
 In a kernel that all-reduces, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
@@ -96,8 +96,8 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, in order. Excludes `computed`, and all on which only these
-    depend."""
+    """`roots`, and the values of the innermost loop on which they depend, in order. Excludes `computed`, and values that only `computed`
+    needs."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:

@@ -59,7 +59,7 @@ class Exchange:
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
-        """Reason that some rank has reported why the group has failed, or None after `timeout` seconds without a report."""
+        """Reason for the group's failure, as some rank has reported it. None if no rank reports a failure within `timeout` seconds."""
         time.sleep(timeout)
         return None
 

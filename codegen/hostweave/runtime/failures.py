@@ -34,7 +34,7 @@ class CalledProgram(Protocol):
 
 
 class StartedCalls(Protocol):
-    """Sizes of the calls of a program that this rank has made. LastSizes implements it."""
+    """Sizes of the calls that this rank has made of one program. LastSizes implements it."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 
@@ -81,7 +81,7 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed, as some rank reported, or because the store does not answer. None if it has not failed."""
+        """Reason why the group has failed: that which a rank has reported, or that the store does not answer. None if it has not failed."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()

@@ -52,8 +52,7 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. This thread's own entry is ignored, because an interrupt may have
-        prevented its removal."""
+        """Stops the calls of other threads. This thread's own entry is ignored, because an interrupt may have prevented its removal."""
         if self.ending:
             return
         self.ending = True
@@ -95,8 +94,7 @@ def expect_running() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Must be called before the first import or construction: if another thread was importing a module at the fork, an import of this module
-    in the child never ends.
+    Call it before any import: if another thread was importing a module at the fork, an import of that module in the child never ends.
     """
     global _used
     if _forked:

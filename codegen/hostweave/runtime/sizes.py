@@ -28,8 +28,8 @@ class LastSizes:
     """Sizes of the last calls of a program and its variants, on one rank of a group.
 
     Ranks compare sizes before a call whose sizes differ from those of the previous call. If the ranks' sizes are consistent, all of them
-    compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing, the
-    watchdog of the latter reads the announcement and fails the group.
+    compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing, its
+    watchdog reads the announcement and fails the group.
     """
 
     def __init__(self, group: Group):

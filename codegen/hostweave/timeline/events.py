@@ -108,7 +108,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the events on the critical path, in order. Before each event is the one for which it waits longest."""
+        """Indices of the events on the critical path, in order. Each event follows the one for which it waits longest."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]

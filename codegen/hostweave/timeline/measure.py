@@ -65,7 +65,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Assigns the times of each pair of marks to the task between the marks. There may be none, if the rank takes no part in a group."""
+    """Assigns the times of each pair of marks to the tasks between the marks. A rank that takes no part in a group has no task there."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []

@@ -105,7 +105,7 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """True if some rank sends its whole local tensor to several others, which a broadcast sends only once."""
+        """True if some rank sends its whole local tensor to several others. A broadcast then sends the tensor only once."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 

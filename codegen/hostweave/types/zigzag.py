@@ -32,7 +32,7 @@ class Zigzag(tuple[str, ...]):
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
     """Filters axes. If `axes` is a Zigzag and all axes are kept, the result is a Zigzag. With `ranks_stay`, the dropped axes have size 1,
-    and a Zigzag stays one if any axis is kept."""
+    and the result is a Zigzag if any axis is kept."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 

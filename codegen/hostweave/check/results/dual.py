@@ -1,8 +1,8 @@
 """Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this.
 
 An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm also stores
-its argument, which sums and selections keep, so that exp(log(y) + x) = y exp(x). This exp does not depend on b and so hides differences;
-therefore the shadows (f64 values) are compared too.
+its argument. Sums and selections keep this argument, so that exp(log(y) + x) = y exp(x). This exp does not depend on b and so hides
+differences; therefore the shadows (f64 values) are compared too.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value has only moved elements
-    of another value, yields the name of the latter."""
+    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If an op only moved the elements of
+    another value, yields the name of that value."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

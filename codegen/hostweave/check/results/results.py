@@ -290,7 +290,7 @@ def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
 
 @ir.analysis
 def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
-    """Instructions that compute or communicate, each keyed by its form without values."""
+    """Instructions that compute or communicate. The keys are the results of `_without_values`."""
     return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 

@@ -156,8 +156,8 @@ class _Repeats:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> _Roles:
-        """For each operand: its possible roles if a group or stack contains its values in both calls, its possible roles otherwise, and the
-        two values."""
+        """For each operand: its possible roles if one group or stack has its values of both calls, its roles if none has, and the two
+        values."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), _Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -212,7 +212,7 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group from which a lagged column reads all tensors except the last, after an unrelated first value. () if there is
+        """The stack or group whose tensors, except the last one, are the values of a lagged column after its first value. () if there is
         none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):

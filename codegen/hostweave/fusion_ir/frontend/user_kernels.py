@@ -111,7 +111,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """Lines of a source, and the location of the first one: in its file, or in the user's file if the text occurs there literally."""
+    """Lines of a source, and the location of the first line. For a text, this is where the user's file contains it, or the call."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

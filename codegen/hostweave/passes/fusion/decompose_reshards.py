@@ -141,8 +141,8 @@ class _Decomposition(OpRewriter):
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """Reverses the second pieces of the ranks along an axis: rank 0 has the first piece of the first half, and the last of the
-        second."""
+        """Reverses the second pieces of the ranks along an axis: rank 0 has the first piece of the first half and the last piece of the
+        second half."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
@@ -155,7 +155,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits a step whose result is not yet the reshard's. Returns its result, or that of an equal step that was emitted before."""
+        """Emits an intermediate step of a reshard. Returns its result, or that of an equal step that was emitted before."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)

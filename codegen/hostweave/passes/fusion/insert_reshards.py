@@ -108,7 +108,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """Returns the value in another dtype. A matmul whose result only `op` reads writes this dtype itself."""
+        """Returns the value in another dtype. If only `op` reads the result of a matmul, the matmul itself writes this dtype."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))

@@ -130,7 +130,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks to the end of the body, if they overlap with nothing and no large op needs them, such as gradients of norms.
+    """Moves sums over ranks, such as gradients of norms, to the end of the body if they overlap with nothing and no large op needs them.
 
     One group can then post all these sums. Does nothing in bodies without matmuls.
     """

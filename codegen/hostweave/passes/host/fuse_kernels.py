@@ -302,8 +302,8 @@ class Links:
 def _is_free(kernel: ir.Kernel) -> bool:
     """True if recomputing the result reads no more bytes than reading it.
 
-    This holds for a cast to a dtype that is not narrower, and for a cheap formula. The formula has no inputs, or those of its inputs that
-    are as large as its result have fewer bytes per element.
+    This holds for a cast to a dtype that is not narrower, and for a cheap formula. Inputs of the formula that are as large as its result
+    must together have fewer bytes per element than the result.
     """
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:

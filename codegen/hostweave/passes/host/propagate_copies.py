@@ -105,7 +105,7 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the instruction in the body of the branch that is or contains the instruction at `place`."""
+        """Number of the instruction next to the branch, in the same body, that is or contains the instruction at `place`."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:

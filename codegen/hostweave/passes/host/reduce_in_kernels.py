@@ -1,4 +1,4 @@
-"""Does a small all_reduce, reduce_scatter or all_gather in the kernel that reads its result, or in a kernel of its op alone.
+"""Does a small all_reduce, reduce_scatter or all_gather in the kernel that reads its result, or in a separate kernel.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x

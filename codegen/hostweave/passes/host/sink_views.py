@@ -96,7 +96,7 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
-    """Position before `at`, and before the instructions directly above that have a role in `before` or fork streams for a loop at `at`."""
+    """Position before `at`, and before adjacent instructions with a role in `before`. For a loop, also before its forks and records."""
     is_loop = bool(body) and body[at].trips is not None
     while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1
