@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.05  # seconds between two checks of whether to continue waiting
 _THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
-_WAIT_TIMEOUT = 15.0  # seconds that interrupted work has to end
+_WAIT_TIMEOUT = 15.0  # seconds that interrupted work gets to end
 
 
 class Interrupted(BaseException):

@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops, which are compiled with -O1 instead of -O2, and as one merged unit. Each of the two halves their compile time.
+# Files without hot loops. They are compiled with -O1 instead of -O2, and as one unit. Each of these measures halves the compile time.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)

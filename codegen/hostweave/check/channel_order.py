@@ -30,8 +30,8 @@ class PostedCommunications:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns earlier communications on other channels, and earlier
-        kernels that exchange data on any channel, that may still run."""
+        """Records the communications of a task that starts at `clock`. Returns those earlier ones that may still run: communications on
+        other channels, and kernels that exchange data on any channel."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []

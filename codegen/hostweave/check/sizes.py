@@ -99,7 +99,7 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # symbol -> the bounds that can be tested once the symbol is chosen: those whose last symbol in `names` it is
+    # symbol -> the bounds that can be tested once it is chosen, because their other symbols come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:

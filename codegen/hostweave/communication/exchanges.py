@@ -39,7 +39,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; for smaller tensors latency counts, so each rank reads all terms in one round, not terms of blocks and then results in two
+# bytes; below it latency dominates: each rank reads all terms in one round, instead of a round for terms and one for results
 SMALL = 1 << 15
 
 

@@ -25,7 +25,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, because the others must be sent.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, to send the other shards early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 

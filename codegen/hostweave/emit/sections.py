@@ -285,7 +285,7 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
-        """C++ of an element of a concat or pad. Emits branches, one per operand, of which each computes only this operand. A vector never
+        """C++ of an element of a concat or pad. Emits one branch per operand, which computes only this operand. A vector never
         spans two operands. The element has its compute type, or its storage type if it `is_moved`."""
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1

@@ -46,7 +46,7 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Splits a reshape into independent ones: pairs of adjacent dims of `source` and adjacent dims of `target` with as many elements. [M,
+    """Splits a reshape into independent reshapes. Each pairs adjacent dims of `source` with adjacent dims of `target`. [M,
     8] to [M, 2, 4] gives ([0], [0]) and ([1], [1, 2]). Dims of 1 are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0

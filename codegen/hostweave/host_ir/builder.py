@@ -47,7 +47,7 @@ class Builder:
         self.location: Location | None = None  # source location of the op that is being lowered
         self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
         self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop of several meshes
-        # copies after the asynchronous communication that is being emitted, for which the next communication need not wait
+        # copies that follow the asynchronous communication that is being emitted; the next communication need not wait for them
         self.aside: list[tree.Instruction] | None = None
         # sums of terms that the asynchronous communication delivers; if emitted later, they can fuse with the kernel that reads them
         self.sums: list[Callable[[], None]] | None = None

@@ -79,8 +79,8 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    A place is something whose position depends on the loop indices: an input, a result in memory (see `stored`), or the value of an index
-    (see `index_at`). `outer` is the size for which OUTERMOST stands.
+    A place has an offset that depends on the loop indices. It is an input, a result in memory (see `stored`), or an index (see `index_at`).
+    `outer` is the size for which OUTERMOST stands.
     """
 
     kernel: ir.Kernel

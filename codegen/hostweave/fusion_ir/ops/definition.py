@@ -81,9 +81,9 @@ class OpDef:
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
         None  # mesh axes of each result dim, if the index map cannot express them
     )
-    adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that an element sums over, if the index map does not express them
+    adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of reduced dims, if the index map does not express them
     follows_index: bool = False  # elements depend only on their index, so each rank computes its shard
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that a score sums over, before scaling and softmax
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that scores are summed over, before scaling and softmax
     whole: str = ""  # participle that says what the op does to a dim that it needs completely
 
     is_view: bool = False  # pointer arithmetic on local data, without a kernel or call

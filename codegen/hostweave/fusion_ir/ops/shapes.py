@@ -129,8 +129,8 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes of the result's dims with which a reshape moves no element to another rank, as from [8@y,x] to [2@y, 4@x]. None if no axes
-    do so.
+    """Mesh axes for the result's dims such that a reshape moves no element to another rank: [8@y,x] becomes [2@y, 4@x]. None if there are
+    none.
 
     In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every earlier dim.
     """
