@@ -34,8 +34,8 @@ def main() -> None:
         programs[f"by {layout}, in sequence"] = compiled_for(ranks, layout, overlap="off")
         programs[f"by {layout}, as chosen"] = chosen = compiled_for(ranks, layout)
         for name, chunks in (("NCCL's kernels", 0), ("copy engines", 1), ("copy engines, shard by shard", ranks)):
-            if stated := {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}:
-                programs[f"by {layout}, by {name}"] = compiled_for(ranks, layout, ways=stated)
+            if stated := {choice.name: one.name for choice in chosen.choices for one in choice.alternatives if one.chunks == chunks}:
+                programs[f"by {layout}, by {name}"] = compiled_for(ranks, layout, choices=stated)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hw.Program.build, programs.values()))
     times: dict[str, list[float]] = {name: [] for name in programs}

@@ -89,23 +89,26 @@ def main() -> None:
         next((Path(word.removeprefix(name)) for word in sys.argv[1:] if word.startswith(name)), None) for name in (NCCL, CUBLASMP)
     )
     ranks, cases = len(gpus()), [case for case in CASES if case.name in words or not words]
-    programs = [_ways(case, ranks) for case in cases]
+    programs = [_alternatives(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
         by_hand = pool.submit(_built_by_hand, cases, nccl, cublasmp)
         in_windows = [chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
-        list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
+        list(pool.map(hw.Program.build, {*in_windows, *(program for alternatives in programs for program in alternatives.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
     measured = []  # while no other process uses the GPUs
-    for case, ways in zip(cases, programs, strict=True):
-        measured.append(_measured(case, ranks, ways))
-        _print_ours(case, measured[-1], _choice_of(ways), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
-    for program in {program for ways in programs for program in ways.values()}:
+    for case, alternatives in zip(cases, programs, strict=True):
+        measured.append(_measured(case, ranks, alternatives))
+        _print_ours(case, measured[-1], _choice_of(alternatives), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    for program in {program for alternatives in programs for program in alternatives.values()}:
         program.close()
     peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
-    for case, ways, times, peer in zip(cases, programs, measured, peers, strict=True):
+    for case, alternatives, times, peer in zip(cases, programs, measured, peers, strict=True):
         medians = {name: statistics.median(ms) for name, ms in peer.items()}
-        ours, columns = statistics.median(times[_choice_of(ways).taken.name][0]), [f"{name} {spread(ms)}" for name, ms in peer.items()]
+        ours, columns = (
+            statistics.median(times[_choice_of(alternatives).chosen.name][0]),
+            [f"{name} {spread(ms)}" for name, ms in peer.items()],
+        )
         plain = min((name for name in medians if name.startswith(IN_TORCH)), key=medians.__getitem__)
         ratios = f"{medians['torch fused'] / ours:.2f} x fused, {medians[plain] / ours:.2f} x the best in sequence, {plain}"
         print(f"{case}: {', '.join(columns)}; ours {ratios}", flush=True)
@@ -116,30 +119,30 @@ def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice:
         return min(((ms, name) for name, ms in hand.items() if name.startswith(kinds)), default=(float("nan"), "not here"))
 
     (best, best_name), (asked, asked_name), (library, library_name) = best_of("put", "pull"), best_of("signalled"), best_of("cuBLASMp")
-    taken, none = (statistics.median(times[name][0]) for name in (choice.taken.name, "none"))
+    taken, none = (statistics.median(times[name][0]) for name in (choice.chosen.name, "none"))
     by_hand = f"{taken / best:.2f} x by hand, {best:.3f} ({best_name}), {taken / asked:.2f} x with signals, {asked:.3f} ({asked_name})"
     by_library = f", {library / taken:.2f} x cuBLASMp, {library:.3f} ({library_name})" if library == library else ""
-    print(f"{case}: ours {spread(times[choice.taken.name][0])} by {choice.taken.name}: {taken / none:.3f} x none, {by_hand}{by_library}")
-    predicted = {way.name: way.micros / 1e3 for way in choice.ways}
-    columns = (f"{way} {statistics.median(ms):.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items())
+    print(f"{case}: ours {spread(times[choice.chosen.name][0])} by {choice.chosen.name}: {taken / none:.3f} x none, {by_hand}{by_library}")
+    predicted = {one.name: one.micros / 1e3 for one in choice.alternatives}
+    columns = (f"{name} {statistics.median(ms):.3f} ({predicted[name]:.3f}; host {us:.0f})" for name, (ms, us) in times.items())
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
-def _ways(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
+def _alternatives(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
     """Programs of all alternatives, with the compiler's choice first."""
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
     stated = {
-        way.name: chosen(case, ranks, ways={choice.name: way.name}, **options)  # copies without a loop
-        if way.chunks == 1
-        else _stated(case.kind, ranks, way.algorithm, way.chunks, **options)
-        for way in choice.ways
+        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # copies without a loop
+        if one.chunks == 1
+        else _stated(case.kind, ranks, one.algorithm, one.chunks, **options)
+        for one in choice.alternatives
     }
-    return stated | {choice.taken.name: program}
+    return stated | {choice.chosen.name: program}
 
 
-def _choice_of(ways: dict[str, hw.Program]) -> Choice:
-    return next(iter(ways.values())).choices[0]
+def _choice_of(alternatives: dict[str, hw.Program]) -> Choice:
+    return next(iter(alternatives.values())).choices[0]
 
 
 def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
@@ -176,15 +179,15 @@ def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[s
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
     hosts = dict[str, list[float]]()
     for _ in range(ROUNDS):
-        for way, program in programs.items():
+        for name, program in programs.items():
             try:
                 per_rank = program.measure(warmups=2, repetitions=REPETITIONS, **arrays)
             except HostweaveError as why:
-                print(f"  {way}: not here: {why}", flush=True)
+                print(f"  {name}: not here: {why}", flush=True)
                 continue
-            times.setdefault(way, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
-            hosts.setdefault(way, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
-    return {way: (times[way], statistics.median(hosts[way])) for way in times}
+            times.setdefault(name, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
+            hosts.setdefault(name, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
+    return {name: (times[name], statistics.median(hosts[name])) for name in times}
 
 
 def _arrays(case: Case, ranks: int) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
     def chosen(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.matmul(hw.reshard(x, "M", "K").named("g"), w)
 
-    options = hw.Options(sizes={"M": 16 * ranks, "K": 16, "N": 16}, ways={"@chosen %g": f"put({2 * ranks})"})
+    options = hw.Options(sizes={"M": 16 * ranks, "K": 16, "N": 16}, choices={"@chosen %g": f"put({2 * ranks})"})
     return chosen, hw.compile(chosen, target=target, options=options)
 
 

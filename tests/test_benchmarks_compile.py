@@ -83,9 +83,9 @@ def moe(module: Any) -> Iterator[hw.Program]:
 
 def overlap(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES[1], module.CASES[8]:
-        ways = module._ways(case, RANKS, machine=H200, check=False)
-        assert case.kind == "rs" or ways["put(1)"].choices[0].taken.name == "put(1)"  # copies without a loop, which no stream states
-        yield from ways.values()
+        programs = module._alternatives(case, RANKS, machine=H200, check=False)
+        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # copies without a loop, which no stream states
+        yield from programs.values()
 
 
 def sequence_parallel(module: Any) -> Iterator[hw.Program]:

@@ -66,11 +66,12 @@ def _searched(made: Compiled) -> Compiled:
         from hostweave.runtime.search import search
 
     options = made.options
-    key = (options.figures.name, made.target.name, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
-    choices = search(made.host, options.sizes, key, lambda ways: Program(made.otherwise(ways=ways)))
+    stated = (str(sorted(given.items())) for given in (options.sizes, options.choices))
+    key = (options.figures.name, made.target.name, options.transport, *stated)
+    choices = search(made.host, options.sizes, key, lambda chosen: Program(made.otherwise(choices=chosen)))
     if not choices:
         return made
-    found = made.otherwise(ways={choice.name: choice.taken.name for choice in choices})
+    found = made.otherwise(choices={choice.name: choice.chosen.name for choice in choices})
     return replace(found, host=replace(found.host, choices=choices))
 
 

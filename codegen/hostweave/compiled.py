@@ -72,10 +72,10 @@ class Compiled:
     @cached_property
     def in_sequence(self) -> Compiled:
         """The same program without the chunk loops that the compiler chose."""
-        made, ways = self, dict[str, str]()
-        while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
-            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # repeated, because the compiler may then choose other loops for the same matmuls
-            made = self.otherwise("in sequence", ways=ways)
+        made, choices = self, dict[str, str]()
+        while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks]:
+            choices |= dict.fromkeys(loops, IN_SEQUENCE)  # repeated, because the compiler may then choose other loops for the same matmuls
+            made = self.otherwise("in sequence", choices=choices)
         return made
 
     @cached_property
@@ -109,7 +109,7 @@ class Compiled:
         mesh = self.given.mesh.with_sizes(ranks)
         if figures.hosts_of(mesh.all_ranks) > 1:
             figures = figures.without_peers("the ranks are on several hosts")
-        options = replace(self.options, check=False, ways={}, windows=(), machine=figures)
+        options = replace(self.options, check=False, choices={}, windows=(), machine=figures)
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
@@ -194,9 +194,9 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
     for choice in host.choices:
         log.info("%s", choice)
     known = [choice.name for choice in host.choices]
-    if unknown := [name for name in options.ways if name not in known]:
+    if unknown := [name for name in options.choices if name not in known]:
         why = f"there is no choice named {unknown[0]}"
-        raise ProgramError(f"{host.name}: Options: ways: {why}; choices at these sizes: {', '.join(known) or 'none'}")
+        raise ProgramError(f"{host.name}: Options: choices: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
         raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; omit it")
     made.target.expect_kernels(host.user_kernels)

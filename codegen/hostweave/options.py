@@ -30,7 +30,7 @@ class Options:
       the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
       All sizes must then be stated. "off" runs all communication in sequence, except for loops that the program states by `.stream(...)`. A
       call whose sizes a chosen loop does not divide runs sequentially. `Program.explain` shows the choices.
-    - `ways`: overrides choices of the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
+    - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
       means sequential execution.
     - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else
       the figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
@@ -91,7 +91,7 @@ class Options:
     stages: str = "auto"
     tune: bool = False
     machine: Machine | None = field(default=None, repr=False)
-    ways: Mapping[str, str] = field(default_factory=dict, hash=False)
+    choices: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def figures(self) -> Machine:
@@ -118,7 +118,7 @@ class Options:
         for name in ("check", "tf32", "tune", "verify_calls"):
             if (value := getattr(self, name)) not in (True, False) and (name, value) != ("check", None):
                 raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
-        for name in ("sizes", "ways"):
+        for name in ("sizes", "choices"):
             if not isinstance(value := getattr(self, name), Mapping) or not all(isinstance(key, str) for key in value):
                 raise ProgramError(f"Options: {name}={value!r} is not a dict of names; write {name}={{...}}")
         for name, size in self.sizes.items():

@@ -65,7 +65,7 @@ class Variants(Generic[R]):
 
     def on(self, machine: Machine) -> R:
         """The program for `machine`, whose figures say which transports the ranks cannot use."""
-        return self._get(machine, lambda: self._compiled.otherwise("without some transports", ways={}, machine=machine))
+        return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:
         """The program for the case that the arguments with these names are in windows. None if that changes nothing."""

@@ -356,7 +356,7 @@ def test_json_of_a_compile_a_check_and_an_explanation(capsys: Captured, tmp_path
     program.write_text(f"import hostweave as hw\n\nf = hw.fusion(mesh=hw.Mesh(x=8), {types})(lambda x, w: hw.matmul(x, w))\n")
     chosen = json.loads(output_of(capsys, "explain", str(program), *sizes, "--json"))
     (choice,) = chosen["choices"]
-    assert choice["ways"][0]["chunks"] > 1
+    assert choice["alternatives"][0]["chunks"] > 1
     assert json.loads(output_of(capsys, "explain", str(program), *sizes, "--overlap", "off", "--json"))["choices"] == []
 
 

@@ -52,9 +52,9 @@ def vocabulary(table: hw.Tensor, ids: hw.Tensor, scores: hw.Tensor) -> tuple[hw.
 COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient, "vocabulary": vocabulary}
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
 OPTIONS = {
-    "zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"}),
+    "zigzag_keys_put": Options(sizes={"S": 4096}, choices={"@in_zigzag %k_gathered": "put(2)"}),
     "weights_by_columns": Options(
-        sizes={"M": 4096, "N": 4096, "K": 4096}, ways={f"@weights_by_columns %all_{w}": "put(4)" for w in ("up", "down")}
+        sizes={"M": 4096, "N": 4096, "K": 4096}, choices={f"@weights_by_columns %all_{w}": "put(4)" for w in ("up", "down")}
     ),
 }
 

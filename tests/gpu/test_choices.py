@@ -37,7 +37,7 @@ def test_chosen_loops_match_the_sequence(tmp_path: Path, monkeypatch: pytest.Mon
         results[overlap] = program.run(**arrays).astype(np.float32)
         assert overlap == "off" or len(program.choices) == 2
         if overlap == "auto" and not why_no_puts(2):
-            assert [choice.taken.algorithm for choice in program.choices] == ["put", "put"]
+            assert [choice.chosen.algorithm for choice in program.choices] == ["put", "put"]
         assert all(time.total_ms > 0 for rank in program.measure(repetitions=3, **arrays) for time in rank)
         program.close()
     largest = np.abs(results["off"]).max()

@@ -104,8 +104,8 @@ def test_blocks_at_once_on_gpus() -> None:
     fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
     arrays = random_arrays(fusion, sizes, seed=0)
     results = []
-    for way in ("none", "p2p(2)"):
-        program = compiled(fusion, "cuda", Options(sizes=sizes, ways={"@context_parallel %k_gathered": way}))
+    for alternative in ("none", "p2p(2)"):
+        program = compiled(fusion, "cuda", Options(sizes=sizes, choices={"@context_parallel %k_gathered": alternative}))
         results += [program.run(**arrays).astype(np.float32) for _ in range(3)]
     for got in results[1:]:
         np.testing.assert_allclose(got, results[0], atol=2e-2 * np.abs(results[0]).max())
@@ -123,12 +123,12 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 
 
 @pytest.mark.extra("torch")
-@pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
-def test_rows_in_zigzag(ranks: int, way: str) -> None:
+@pytest.mark.parametrize(("ranks", "alternative"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
+def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
     """A rank computes half of the scores for the keys of each other rank: all rows with the first half of the keys, or the second half of
     the rows with all keys.
     """
-    fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
+    fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, choices={"@in_zigzag %k_gathered": alternative})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
     assert sum(isinstance(i, ir.Attention) for i in tree.walk(program.host.body)) == 3
@@ -150,11 +150,11 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("way", ["put(2)", "p2p(2)"])
-def test_rows_in_zigzag_on_gpus(way: str) -> None:
-    if way == "put(2)" and nccl() < 22900:
+@pytest.mark.parametrize("alternative", ["put(2)", "p2p(2)"])
+def test_rows_in_zigzag_on_gpus(alternative: str) -> None:
+    if alternative == "put(2)" and nccl() < 22900:
         pytest.skip("needs NCCL 2.29 or later: set NCCL_HOME to its folder")
-    fusion, options = in_zigzag(2, hw.bf16), Options(sizes={"B": 2, "S": 4096}, ways={"@in_zigzag %k_gathered": way})
+    fusion, options = in_zigzag(2, hw.bf16), Options(sizes={"B": 2, "S": 4096}, choices={"@in_zigzag %k_gathered": alternative})
     arrays = random_arrays(fusion, {"B": 2, "S": 4096}, seed=0)
     expect(fusion, arrays, compiled(fusion, "cuda", options).run(**arrays, ranks=True))
 
@@ -174,8 +174,8 @@ def test_chosen_where_it_gains() -> None:
     large = {"S": 2**14}
     program = hw.compile(context_parallel(2), options=Options(sizes=large))
     (choice,) = program.choices
-    assert choice.taken.name == "put(2)"
-    assert [way.name for way in choice.ways[1:]] == ["p2p(2)", "none"]
+    assert choice.chosen.name == "put(2)"
+    assert [one.name for one in choice.alternatives[1:]] == ["p2p(2)", "none"]
     text = program.explain()
     assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, peer, predicted" in text
     assert "; the keys of 2 ranks are used as they arrive, and the results are combined by log-sum-exps" in text
@@ -188,20 +188,20 @@ def test_chosen_where_it_gains() -> None:
 
 def test_not_chosen_where_it_loses() -> None:
     (few,) = lower(context_parallel(2), Options(sizes={"S": 256})).choices
-    assert few.taken.name == "none"
+    assert few.chosen.name == "none"
     uneven = lower(context_parallel(2), Options(sizes={"S": 2**14 - 1})).choices
-    assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
+    assert [[one.name for one in choice.alternatives] for choice in uneven] == [["none"]]
     text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
     assert "%v_gathered = all_gather of %v: like %k_gathered, with which it would share a loop" in text
     slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("peer", "here").without("one_sided", "here"))).choices
-    assert [choice.taken.name for choice in slow] == ["none"]
+    assert [choice.chosen.name for choice in slow] == ["none"]
 
 
 def test_stated_alternative() -> None:
-    host = lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "p2p(3)"}))
+    host = lower(context_parallel(3), Options(sizes={"S": 768}, choices={"@context_parallel %k_gathered": "p2p(3)"}))
     assert sum(isinstance(i, ir.Attention) for i in tree.walk(host.body)) == 2
     with pytest.raises(ProgramError, match=r"put\(6\) is not possible; use one of put\(3\), none, p2p\(3\)"):
-        lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "put(6)"}))
+        lower(context_parallel(3), Options(sizes={"S": 768}, choices={"@context_parallel %k_gathered": "put(6)"}))
 
 
 def test_p2p_keeps_a_block_a_stream() -> None:

@@ -121,19 +121,19 @@ def weights(is_computed: bool, sharded: hw.TensorType = hw.f32["K@dp", "K"]) -> 
     return weights
 
 
-@pytest.mark.parametrize("way", ["put(1)", "get(1)"])
-def test_every_one_is_needed_for_an_asynchronous_gather(way: str) -> None:
-    host = lower(weights(way == "get(1)"), Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}))
+@pytest.mark.parametrize("alternative", ["put(1)", "get(1)"])
+def test_every_one_is_needed_for_an_asynchronous_gather(alternative: str) -> None:
+    host = lower(weights(alternative == "get(1)"), Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}))
     assert " peer" in str(host)
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-@pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
-def test_every_one_is_needed_for_products_by_shards(way: str) -> None:
+@pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
+def test_every_one_is_needed_for_products_by_shards(alternative: str) -> None:
     """The first matmul uses the local shard, so the others must wait for arriving shards."""
-    transport = "two_sided" if way == "all_gather(3)" else "auto"
-    options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
-    host = lower(weights(way == "get(3)", hw.f32["K", "K@dp"]), options)
+    transport = "two_sided" if alternative == "all_gather(3)" else "auto"
+    options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
+    host = lower(weights(alternative == "get(3)", hw.f32["K", "K@dp"]), options)
     assert any(isinstance(i, ir.Choose) for i in tree.walk(host.body))
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
@@ -146,8 +146,8 @@ def test_every_one_is_needed_for_consecutive_gathers() -> None:
         first = hw.matmul(x, hw.reshard(u, "K", "K").named("first"))
         return hw.matmul(first, hw.reshard(v, "K", "K").named("whole"))
 
-    ways = {"@weights %whole": "put(1)", "@weights %first": "put(1)"}
-    host = lower(weights, Options(sizes={"M": 3072, "K": 3072}, ways=ways))
+    choices = {"@weights %whole": "put(1)", "@weights %first": "put(1)"}
+    host = lower(weights, Options(sizes={"M": 3072, "K": 3072}, choices=choices))
     assert "\n  copy %u -> " in str(host)
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 

@@ -42,8 +42,8 @@ def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
 def options_of(ranks: int, transport: str) -> hw.Options:
     """Options that multiply all weights shard by shard."""
     names = ("up_0", "down_0", "up_1", "down_1") if ranks > 1 else ()
-    ways = {f"@layers %all_{name}": f"{WAYS[transport]}({ranks})" for name in names}
-    return hw.Options(sizes=SIZES, machine=SLOW, transport=transport, ways=ways)
+    choices = {f"@layers %all_{name}": f"{WAYS[transport]}({ranks})" for name in names}
+    return hw.Options(sizes=SIZES, machine=SLOW, transport=transport, choices=choices)
 
 
 def arrays_of(sizes: dict[str, int], is_turned: bool) -> dict[str, np.ndarray]:
@@ -114,8 +114,8 @@ def test_columns_of_a_batch_end_with_bias_and_activation(transport: str) -> None
     def batch(x: hw.Tensor, first: hw.Tensor, w: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:
         return hw.relu(hw.matmul(hw.matmul(x, first), hw.reshard(w, 48, 24).named("whole").T) + bias)
 
-    ways = {"@batch %whole": f"{WAYS[transport]}(2)"}
-    program = hw.compile(batch, options=hw.Options(sizes={"M": 48}, machine=SLOW, transport=transport, ways=ways))
+    choices = {"@batch %whole": f"{WAYS[transport]}(2)"}
+    program = hw.compile(batch, options=hw.Options(sizes={"M": 48}, machine=SLOW, transport=transport, choices=choices))
     assert "bias %bias_i activation relu -> %y_i" in program.host_ir
     random = np.random.default_rng(0)
     x, first, w, bias = (random.integers(-2, 3, shape).astype(np.float32) for shape in ((2, 48, 24), (24, 24), (48, 24), (48,)))

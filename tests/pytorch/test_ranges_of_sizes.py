@@ -49,9 +49,9 @@ def test_calls_of_two_ranges() -> None:
             torch.testing.assert_close(model(x), module(x), rtol=1e-4, atol=1e-5)
             ranges.wait()
     large, small = (model._part.for_call({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
-    assert large.program.choices[0].taken.name == "put(2)"
+    assert large.program.choices[0].chosen.name == "put(2)"
     assert small is model._part
-    assert all(choice.taken.name == "none" for choice in small.program.choices)
+    assert all(choice.chosen.name == "none" for choice in small.program.choices)
 
 
 class Attention(nn.Module):

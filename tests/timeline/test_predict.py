@@ -95,7 +95,7 @@ def test_reduce_scatters_of_two_gpus(shape: Shape, times: tuple[int, float, floa
     sizes = {"M": shape[0], "K": 2 * shape[1], "N": shape[2]}
     assert predicted(product(2, ("M@x", "N")), sizes, overlap="off").micros / 1e3 == pytest.approx(in_sequence, rel=0.1)
     if chunks:
-        loop = predicted(product(2, ("M@x", "N")), sizes, ways={"@product %y": f"put({chunks})"})
+        loop = predicted(product(2, ("M@x", "N")), sizes, choices={"@product %y": f"put({chunks})"})
         assert loop.micros / 1e3 == pytest.approx(measured, rel=0.1)
 
 
@@ -116,8 +116,8 @@ def test_sharded_weights_of_two_gpus() -> None:
     chosen = benchmark.compiled_for(2, "rows", **figures)
 
     def by(chunks: int) -> hw.Program:
-        ways = {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}
-        program: hw.Program = benchmark.compiled_for(2, "rows", ways=ways, **figures)
+        choices = {choice.name: one.name for choice in chosen.choices for one in choice.alternatives if one.chunks == chunks}
+        program: hw.Program = benchmark.compiled_for(2, "rows", choices=choices, **figures)
         return program
 
     programs = {
@@ -136,7 +136,7 @@ def test_the_timeline_agrees_with_the_cost_model(ranks: int, result: tuple[str, 
     """The cost model and the timeline agree. The cost model has a formula for one loop, and the timeline simulates all operations."""
     sizes = {"M": 8192, "K": 3584 * ranks, "N": 8192}
     made = hw.compile(product(ranks, result), options=hw.Options(machine=H200, check=False, sizes=sizes))
-    assert made.predict(sizes).predicted.micros == pytest.approx(made.choices[0].taken.micros, rel=0.05)
+    assert made.predict(sizes).predicted.micros == pytest.approx(made.choices[0].chosen.micros, rel=0.05)
 
 
 # --- the order of the program -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hostweave.build import cuda, figures
 from hostweave.cli import calibrate
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
-from hostweave.fusion_ir.choice import Choice, Way
+from hostweave.fusion_ir.choice import Alternative, Choice
 from hostweave.pipeline import lower
 from hostweave.runtime import search
 from hostweave.runtime.group import Group, current
@@ -58,9 +58,9 @@ def arrays() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_result_and_choice(ranks: int) -> None:
-    ways = {"@layer %y": f"put({ranks})", "@layer %z": "all_reduce(2)"} if ranks > 1 else {}
-    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
-    taken = {choice.value: choice.taken.algorithm for choice in program.choices}
+    choices = {"@layer %y": f"put({ranks})", "@layer %z": "all_reduce(2)"} if ranks > 1 else {}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
+    taken = {choice.value: choice.chosen.algorithm for choice in program.choices}
     assert taken == ({"h": "put", "y": "put", "z": "all_reduce"} if ranks > 1 else {})
     given = arrays()
     h = np.maximum(given["x"], 0)
@@ -71,8 +71,8 @@ def test_result_and_choice(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
-def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
+@pytest.mark.parametrize(("alternative", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
+def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: int, ranks: int) -> None:
     """A gathered value, such as a gradient, is used by rows in one matmul, by columns in another matmul after the loop, and as a
     result."""
 
@@ -80,12 +80,12 @@ def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
         g = hw.reshard(x, "M", "K").named("g")
         h = hw.matmul(g, w)
-        if way == "ring":
+        if alternative == "ring":
             h = h.stream("M", chunks * ranks, algorithm="ring")
         return h, hw.matmul(g.T, a), g
 
-    ways = {"@backward %g": f"{way}({chunks * ranks})"} if ranks > 1 and way != "ring" else {}
-    program = hw.compile(backward, options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    choices = {"@backward %g": f"{alternative}({chunks * ranks})"} if ranks > 1 and alternative != "ring" else {}
+    program = hw.compile(backward, options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     random = np.random.default_rng(0)
     x, w, a = (random.integers(-2, 3, [SIZES[size] for size in dims]).astype(np.float32) for dims in ("MK", "KF", "MN"))
     for found, wanted in zip(program.run(x=x, w=w, a=a), (x @ w, x.T @ a, x), strict=True):
@@ -102,9 +102,9 @@ def test_a_batch_of_one(algorithm: str) -> None:
         h = hw.reshard(hw.relu(x), 1, "M", "K").named("h")
         return hw.reshard(hw.matmul(hw.matmul(h, wg) * hw.matmul(h, wu), wd), 1, "M@x", "N").named("y")
 
-    ways = {"@batch %h": f"{algorithm}(2)", "@batch %y": f"{algorithm}(2)"}
-    program = hw.compile(batch, options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
-    assert {choice.value: choice.taken.algorithm for choice in program.choices} == {"h": algorithm, "y": algorithm}
+    choices = {"@batch %h": f"{algorithm}(2)", "@batch %y": f"{algorithm}(2)"}
+    program = hw.compile(batch, options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
+    assert {choice.value: choice.chosen.algorithm for choice in program.choices} == {"h": algorithm, "y": algorithm}
     given = arrays()
     h = np.maximum(given["x"], 0)
     y = program.run(x=given["x"][None], **{name: given[name] for name in ("wg", "wu", "wd")})
@@ -121,11 +121,11 @@ def test_explain() -> None:
         "@layer",
     ]
     h, z, y = program.choices
-    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in h.ways[1:])
-    of_h = f"{h.taken.chunks} chunks by put, peer, predicted {h.taken.micros:.1f} us; instead of {others}"
+    others = ", ".join(f"{one.name} {one.micros:.1f} us" for one in h.alternatives[1:])
+    of_h = f"{h.chosen.chunks} chunks by put, peer, predicted {h.chosen.micros:.1f} us; instead of {others}"
     assert lines[4] == f"  %h = all_gather of %relu_x: {of_h}"
-    assert lines[6].startswith(f"  %y = reduce_scatter of %matmul_wd_2: {y.taken.chunks} chunks by put")
-    assert z.taken.name in ("none", "all_reduce(2)", "all_reduce(4)")
+    assert lines[6].startswith(f"  %y = reduce_scatter of %matmul_wd_2: {y.chosen.chunks} chunks by put")
+    assert z.chosen.name in ("none", "all_reduce(2)", "all_reduce(4)")
     assert len(lines) == 7
 
 
@@ -134,15 +134,15 @@ def test_explain_names_the_gain_of_a_faster_alternative() -> None:
     the user."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
-    (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
-    stated = hw.compile(layer(2), options=replace(options, ways={name: taken.name})).explain()
+    (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)
+    stated = hw.compile(layer(2), options=replace(options, choices={name: taken.name})).explain()
     assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, but this one was requested", stated)
 
-    ways = (Way("none", 0, 100.0), Way("put", 1, 96.0))
-    assert "; put(1) would gain 4.0 us, but at least 5.0 us are needed" in times_of(Choice("h", "layer", ways))
-    ways = (Way("none", 0, 1000.0), Way("put", 1, 960.0))
-    assert "; put(1) would gain 40.0 us, but at least 50.0 us are needed" in times_of(Choice("h", "layer", ways))
-    assert "gain" not in times_of(Choice("h", "layer", ways[::-1]))
+    alternatives = (Alternative("none", 0, 100.0), Alternative("put", 1, 96.0))
+    assert "; put(1) would gain 4.0 us, but at least 5.0 us are needed" in times_of(Choice("h", "layer", alternatives))
+    alternatives = (Alternative("none", 0, 1000.0), Alternative("put", 1, 960.0))
+    assert "; put(1) would gain 40.0 us, but at least 50.0 us are needed" in times_of(Choice("h", "layer", alternatives))
+    assert "gain" not in times_of(Choice("h", "layer", alternatives[::-1]))
 
 
 def test_explain_why_not() -> None:
@@ -190,8 +190,8 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     """Calls with sizes that are not multiples of the number of chunks run sequentially, with every method of calling."""
-    random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
-    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    random, choices = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     given, threads = arrays(), hw.Threads(ranks)
     weights = {name: given[name] for name in ("wg", "wu", "wd")}
     bound = program.bind(**weights)
@@ -219,8 +219,8 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
 
     for x, blocks in zip([*calls, calls[-1]], zip(*threads.run(on_rank), strict=True), strict=True):
         np.testing.assert_array_equal(np.concatenate(blocks), expected({**given, "x": x})[0])
-    assert any(choice.taken.chunks for choice in program.choices)
-    assert not any(choice.taken.chunks for choice in program.compiled.in_sequence.host.choices)
+    assert any(choice.chosen.chunks for choice in program.choices)
+    assert not any(choice.chosen.chunks for choice in program.compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
     ):  # same message as for the sequential program
@@ -247,16 +247,16 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)
-    ways = [tuple(way.name for way in choice.ways) for choice in program.choices]
-    assert ways == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
-    options = replace(options, ways={choice.name: choice.taken.name for choice in program.choices})
+    names = [tuple(one.name for one in choice.alternatives) for choice in program.choices]
+    assert names == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
+    options = replace(options, choices={choice.name: choice.chosen.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
     assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # the next put does not wait for copies of local shards
     assert program.choices[-1].value == "w_0_resharded"  # the first weight is needed immediately
     assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same work
-    for way in ("put", "get"):
-        assert f"overlapped with other ops on a separate stream by {way}, peer, predicted" in program.explain()
-    first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
+    for alternative in ("put", "get"):
+        assert f"overlapped with other ops on a separate stream by {alternative}, peer, predicted" in program.explain()
+    first = hw.compile(fusion, options=replace(options, choices={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
     assert "\n  copy %w_0 -> " in first.host_ir  # without delay, because the caller's stream waits for the gather
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
@@ -269,10 +269,12 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("peer", "here").without("one_sided", "here")}, {"sizes": {}}):
         with pytest.raises(ProgramError, match="there is no choice named @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
-    stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
-    assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)", "none"]
-    with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) is not possible; use one of put\(1\), none"):
-        hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
+    stated = replace(options, choices={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
+    assert [choice.chosen.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)", "none"]
+    with pytest.raises(
+        ProgramError, match=r"Options: choices: @layers %w_1_resharded: put\(2\) is not possible; use one of put\(1\), none"
+    ):
+        hw.compile(fusion, options=replace(options, choices={"@layers %w_1_resharded": "put(2)"}))
     text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
     assert "%w_1_resharded: f32[K, K] pinned async peer = all_gather" in text
     program.close()
@@ -297,11 +299,11 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = hw.compile(gathered, options=options)
     (choice,) = found.choices
     assert choice.is_measured
-    assert {way.name for way in choice.ways} == {"p2p(2)", "none"}
-    assert choice.taken.micros == min(way.micros for way in choice.ways) > 0
-    assert f"choice %g of @gathered measured: {choice.taken.name} {choice.taken.micros:.1f} us" in found.host_ir
-    assert f"measured {choice.taken.micros:.1f} us" in found.explain()
-    assert ("for %i" in found.host_ir) == (choice.taken.name == "p2p(2)")
+    assert {one.name for one in choice.alternatives} == {"p2p(2)", "none"}
+    assert choice.chosen.micros == min(one.micros for one in choice.alternatives) > 0
+    assert f"choice %g of @gathered measured: {choice.chosen.name} {choice.chosen.micros:.1f} us" in found.host_ir
+    assert f"measured {choice.chosen.micros:.1f} us" in found.explain()
+    assert ("for %i" in found.host_ir) == (choice.chosen.name == "p2p(2)")
     x, w = np.ones((256, 16), np.float32), np.ones((16, 8), np.float32)
     np.testing.assert_array_equal(found.run(x, w), x @ w)
     monkeypatch.setattr(hw.Program, "measure", None)

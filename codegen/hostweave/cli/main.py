@@ -194,7 +194,7 @@ def _explain(options: argparse.Namespace) -> None:
             "function": choice.function,
             "value": choice.value,
             "measured": choice.is_measured,
-            "ways": [{"name": way.name, "algorithm": way.algorithm, "chunks": way.chunks, "us": way.micros} for way in choice.ways],
+            "alternatives": [{"name": a.name, "algorithm": a.algorithm, "chunks": a.chunks, "us": a.micros} for a in choice.alternatives],
         }
         for choice in compiled.choices
     ]

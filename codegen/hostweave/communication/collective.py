@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.packing import (
     Shards,
     TermReduction,
@@ -14,7 +15,6 @@ from hostweave.communication.packing import (
     per_step,
     source_blocks,
 )
-from hostweave.communication.posted import collectives_on
 from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, rank_in_group
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import Op

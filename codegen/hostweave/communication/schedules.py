@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from hostweave.communication import broadcast, p2p, put, ring, slices
 from hostweave.communication.schedule import Schedule
-from hostweave.fusion_ir.choice import Choice, Way
+from hostweave.fusion_ir.choice import Alternative, Choice
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS, Transport
 
@@ -37,12 +37,12 @@ def find_schedule(kind: str, name: str) -> Schedule:
 
 def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool:
     """True if a chosen alternative needs a transport that some ranks may be unable to use."""
-    return any(choice.taken.chunks and transport_of(choice.taken, options).is_optional for choice in choices)
+    return any(choice.chosen.chunks and transport_of(choice.chosen, options).is_optional for choice in choices)
 
 
-def transport_of(way: Way, options: Options) -> Transport:
+def transport_of(alternative: Alternative, options: Options) -> Transport:
     """Transport of an alternative: of its schedule, or of the puts or gets of a communication outside of loops."""
-    needs = next((schedule.needs for schedule in SCHEDULES if schedule.name == way.algorithm), (SIGNALS,))
+    needs = next((schedule.needs for schedule in SCHEDULES if schedule.name == alternative.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport
     return transport

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 
-from hostweave.communication.exchanges import OneSidedCollectives
+from hostweave.communication.library_collectives import collectives_on
+from hostweave.communication.one_sided_collectives import OneSidedCollectives
 from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
-from hostweave.communication.posted import collectives_on
 from hostweave.communication.steps import Dataflow, LoopSteps
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import Op, Value

@@ -13,7 +13,7 @@ IN_SEQUENCE = "none"
 
 
 @dataclass(frozen=True)
-class Way:
+class Alternative:
     """An alternative: an algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and the matmuls next to it,
     in microseconds."""
 
@@ -33,21 +33,21 @@ class Way:
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice for the reshard that produces `value`. The first of `ways` is the chosen one; the others follow in order of time."""
+    """Choice for the reshard that produces `value`. The first of `alternatives` is the chosen one; the others follow in order of time."""
 
     value: str
     function: str
-    ways: tuple[Way, ...]
+    alternatives: tuple[Alternative, ...]
     is_measured: bool = False  # False: the cost model predicted the times
 
     @property
     def name(self) -> str:
-        """Key of the choice in `Options.ways`, as `@function %value`."""
+        """Key of the choice in `Options.choices`, as `@function %value`."""
         return f"@{self.function} %{self.value}"
 
     @property
-    def taken(self) -> Way:
-        return self.ways[0]
+    def chosen(self) -> Alternative:
+        return self.alternatives[0]
 
     def __str__(self) -> str:
         return f"choice %{self.value} of @{self.function} {self.times}"
@@ -55,8 +55,8 @@ class Choice:
     @property
     def times(self) -> str:
         """Lists the alternatives with their times, the chosen one first: `predicted: p2p(8) 812.0 us, none 1024.5 us`."""
-        ways = ", ".join(f"{way.name} {way.micros:.1f} us" for way in self.ways)
-        return f"{'measured' if self.is_measured else 'predicted'}: {ways}"
+        alternatives = ", ".join(f"{one.name} {one.micros:.1f} us" for one in self.alternatives)
+        return f"{'measured' if self.is_measured else 'predicted'}: {alternatives}"
 
 
 def parse_choice(reader: Reader) -> Choice:
@@ -69,11 +69,11 @@ def parse_choice(reader: Reader) -> Choice:
     reader.take()
     reader.expect(":")
 
-    def way() -> Way:
+    def alternative() -> Alternative:
         algorithm = reader.word("an algorithm")
         chunks = reader.within(reader.integer) if reader.peek() == "(" else 0
         micros = float(reader.number("a time"))
         reader.expect("us")
-        return Way(algorithm, chunks, micros)
+        return Alternative(algorithm, chunks, micros)
 
-    return Choice(value, function, reader.separated(way), by == "measured")
+    return Choice(value, function, reader.separated(alternative), by == "measured")

@@ -239,7 +239,7 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups that reduce the same data
-    ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
+    plans: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
         reduced = first.target or first.applied(source, program)
@@ -247,8 +247,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
         steps = (first, *((ReshardStep("transfer", target=target),) if reduced != target else ()))
         here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in units of the tensor's size
         moved = here + after.share(reduced.mesh_in(program).size_of(reduced.axes))
-        ways.append((moved, 1 + bool(after.moved), len(ways), steps))
-    return min(ways)[-1]
+        plans.append((moved, 1 + bool(after.moved), len(plans), steps))
+    return min(plans)[-1]
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:

@@ -6,7 +6,7 @@ Results are stored as JSON in the cache folder, by program, options and machine.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.cache import key_of, root
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
@@ -54,21 +54,21 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
         why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
         raise ProgramError(f'{here} {why}; compile it once in a single process, which caches the result, or use overlap="auto"')
     arrays = {p.name: random_array(p.type, sizes) for p in host.arguments}
-    taken: dict[str, str] = {choice.name: choice.taken.name for choice in host.choices}
+    chosen: dict[str, str] = {choice.name: choice.chosen.name for choice in host.choices}
     measured = []
     for choice in host.choices:
-        ways = _run(choice, taken, make, arrays)
-        taken[choice.name] = ways[0].name
-        measured.append(replace(choice, ways=ways, is_measured=True))
+        alternatives = _run(choice, chosen, make, arrays)
+        chosen[choice.name] = alternatives[0].name
+        measured.append(replace(choice, alternatives=alternatives, is_measured=True))
     _write(file, measured)
     return tuple(measured)
 
 
-def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
+def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Alternative, ...]:
     """Runs the alternatives of a choice. Returns them with the measured time of the whole program in microseconds, fastest first."""
-    by_time = sorted(choice.ways, key=lambda way: way.micros)
-    wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
-    programs = [make({**taken, choice.name: way.name}) for way in wanted]
+    by_time = sorted(choice.alternatives, key=lambda one: one.micros)
+    wanted = [one for i, one in enumerate(by_time) if i < RANKED or one.algorithm == IN_SEQUENCE]
+    programs = [make({**chosen, choice.name: one.name}) for one in wanted]
     times: list[list[float]] = [[] for _ in wanted]
     try:
         for _ in range(ROUNDS):
@@ -78,8 +78,8 @@ def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[s
     finally:
         for program in programs:
             program.close()
-    done = (replace(way, micros=round(statistics.median(found), 1)) for way, found in zip(wanted, times, strict=True))
-    return tuple(sorted(done, key=lambda way: way.micros))
+    done = (replace(one, micros=round(statistics.median(found), 1)) for one, found in zip(wanted, times, strict=True))
+    return tuple(sorted(done, key=lambda one: one.micros))
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
@@ -101,7 +101,7 @@ def _read(file: Path) -> tuple[Choice, ...] | None:
     """Returns the stored result, or None. Raises ArgumentError if the file is malformed."""
     try:
         rows = json.loads(file.read_text())
-        return tuple(Choice(row["value"], row["function"], tuple(Way(*way) for way in row["ways"]), True) for row in rows)
+        return tuple(Choice(row["value"], row["function"], tuple(Alternative(*one) for one in row["alternatives"]), True) for row in rows)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -109,7 +109,7 @@ def _read(file: Path) -> tuple[Choice, ...] | None:
 
 
 def _write(file: Path, choices: Sequence[Choice]) -> None:
-    rows = [{"value": c.value, "function": c.function, "ways": [[w.algorithm, w.chunks, w.micros] for w in c.ways]} for c in choices]
+    rows = [{"value": c.value, "function": c.function, "alternatives": list(map(astuple, c.alternatives))} for c in choices]
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".{id(rows):x}")
     scratch.write_text(json.dumps(rows, indent=1) + "\n")

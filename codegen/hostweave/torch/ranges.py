@@ -80,7 +80,7 @@ class Ranges(Generic[P]):
             try:
                 with tracing:  # also one compilation at a time, so that calls keep most of the processor
                     part = self._compile(sizes)
-                if overlaps := any(choice.taken.name != "none" for choice in part.program.choices):
+                if overlaps := any(choice.chosen.name != "none" for choice in part.program.choices):
                     part.program.build()
                 made.set_result(part if overlaps else None)
             except Exception as error:  # the sequential program stays in use

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 
 from hostweave.communication.schedules import transport_of
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
@@ -96,38 +96,38 @@ def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
 def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
     alone = "overlapped with other ops on a separate stream" if op.result.is_async else "in sequence"
     if choice:
-        chosen_way = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
-        if op.result.is_async and choice.taken.chunks:
-            by_shards = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
-            by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
-            chosen_way = f"overlapped with other ops on a separate stream by {by}{by_shards}"
-        return f"{chosen_way}{times_of(choice)}"
+        text = alone if choice.chosen.algorithm == IN_SEQUENCE else _loop(choice.chosen, options)
+        if op.result.is_async and choice.chosen.chunks:
+            by_shards = ", and multiplied shard by shard" if choice.chosen.chunks > 1 else ""
+            by = f"{choice.chosen.algorithm}, {transport_of(choice.chosen, options).name}"
+            text = f"overlapped with other ops on a separate stream by {by}{by_shards}"
+        return f"{text}{times_of(choice)}"
     if loop and (algorithm := op.result.walked.algorithm):
-        return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as the program states"
+        return f"{_loop(Alternative(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as the program states"
     return f"{alone}: {_why_not(loop, candidate, options, hidden)}"
 
 
 def times_of(choice: Choice) -> str:
-    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
+    others = ", ".join(f"{one.name} {one.micros:.1f} us" for one in choice.alternatives[1:])
     if not others:
         return ""
-    text = f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}"
-    best = min(choice.ways, key=lambda way: way.micros)
-    if best.micros >= choice.taken.micros:
+    text = f", {'measured' if choice.is_measured else 'predicted'} {choice.chosen.micros:.1f} us; instead of {others}"
+    best = min(choice.alternatives, key=lambda one: one.micros)
+    if best.micros >= choice.chosen.micros:
         return text
-    gain = choice.taken.micros - best.micros
+    gain = choice.chosen.micros - best.micros
     return f"{text}; {best.name} would gain {gain:.1f} us{_too_little(choice, gain)}"
 
 
 def _too_little(choice: Choice, gain: float) -> str:
     """Reason why a faster alternative was not chosen: it gains too little, or the user requested another one."""
-    is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.taken.micros))
+    is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.chosen.micros))
     return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 
 
-def _loop(way: Way, options: Options) -> str:
-    chunks = f"{way.chunks} chunks" if way.chunks else "one index at a time"
-    return f"{chunks} by {way.algorithm}, {transport_of(way, options).name}"
+def _loop(alternative: Alternative, options: Options) -> str:
+    chunks = f"{alternative.chunks} chunks" if alternative.chunks else "one index at a time"
+    return f"{chunks} by {alternative.algorithm}, {transport_of(alternative, options).name}"
 
 
 def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Options, hidden: str) -> str:

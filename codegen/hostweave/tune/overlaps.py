@@ -8,7 +8,7 @@ from math import prod
 from hostweave.base.errors import ProgramError
 from hostweave.communication.cost import Overlap, by_collective, by_copies
 from hostweave.communication.schedules import choosable
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
@@ -162,7 +162,7 @@ class _Finder:
 # --- predicted times --------------------------------------------------------------------------------------------------
 
 
-def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
+def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
     """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule.
 
     All numbers of chunks divide the dim. Loops over keys have one chunk per rank.
@@ -187,16 +187,16 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
     overlapped, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
     consumer_sums = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
     overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, overlapped, consumer_sums, extra_seconds)
-    found = [Way(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
+    found = [Alternative(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
     if op.kind == "all_gather" and not keys and _may_copy(options, candidate.is_even):
         by = "get" if is_made else "put"
-        found.append(Way(by, 1, _micros(overlap.outside(machine, by))))
+        found.append(Alternative(by, 1, _micros(overlap.outside(machine, by))))
     length, rest = divmod(candidate.size.bind(sizes), candidate.shards)
     for schedule in choosable(op.kind, options, candidate.is_even):
         for chunks in schedule.chunks(candidate.ranks):
             if length and not rest and length % chunks == 0 and chunks <= (candidate.ranks if keys else MAX_STEPS):
-                found.append(Way(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
-    return tuple(sorted(found, key=lambda way: way.micros))
+                found.append(Alternative(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
+    return tuple(sorted(found, key=lambda one: one.micros))
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
@@ -211,7 +211,7 @@ def _may_copy(options: Options, is_even: bool) -> bool:
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
-def ways_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Way, ...]:
+def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
     A collective is always possible. If ranks can access each other's memory, so are copy engines: ranks put operands that are not in
@@ -232,13 +232,13 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool,
         by_copies(machine, op.kind, by, ranks, bytes_of, overlaps),
     )
     own = laid_out = 0.0
-    by_shards = list[Way]()
+    by_shards = list[Alternative]()
     if product := _shards_product(op, fusion, sizes, ranks):
         own, laid_out = cost_of_copies(machine, ranks, bytes_of, all(size == Size() for size in op.result.type.shape[: step_of(op).dim]))
         extra = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
-        by_shards = [Way(by, ranks, _micros(copies + extra)) if reaches else Way(op.kind, ranks, _micros(kernels + extra))]
-    whole_tensor = [Way(by, 1, _micros(copies + own + laid_out))] if reaches else []
-    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(kernels + laid_out)), *whole_tensor, *by_shards), key=lambda way: way.micros))
+        by_shards = [Alternative(by, ranks, _micros(copies + extra)) if reaches else Alternative(op.kind, ranks, _micros(kernels + extra))]
+    whole_tensor = [Alternative(by, 1, _micros(copies + own + laid_out))] if reaches else []
+    return tuple(sorted((Alternative(IN_SEQUENCE, 0, _micros(kernels + laid_out)), *whole_tensor, *by_shards), key=lambda one: one.micros))
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
@@ -265,20 +265,21 @@ def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int
     return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
 
 
-def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], requested: Mapping[str, str]) -> Choice:
+def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
     """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest one if it gains enough over sequential
     execution.
 
     Raises ProgramError if the stated alternative is not possible.
     """
     choice = Choice(reshard.result.name, fusion.name, possible)
-    sequential = next(way for way in possible if way.algorithm == IN_SEQUENCE)
+    sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
     name_chosen = requested.get(choice.name, (possible[0] if gains_enough else sequential).name)
-    if name_chosen not in (names := [way.name for way in possible]):
-        raise ProgramError(f"Options: ways: {choice.name}: {name_chosen} is not possible; use one of {', '.join(names)}", reshard.location)
-    chosen_way = possible[names.index(name_chosen)]
-    return Choice(choice.value, choice.function, (chosen_way, *(way for way in possible if way != chosen_way)))
+    if name_chosen not in (names := [one.name for one in possible]):
+        why = f"{name_chosen} is not possible; use one of {', '.join(names)}"
+        raise ProgramError(f"Options: choices: {choice.name}: {why}", reshard.location)
+    chosen = possible[names.index(name_chosen)]
+    return Choice(choice.value, choice.function, (chosen, *(one for one in possible if one != chosen)))
 
 
 def min_gain(sequential: float) -> float:

@@ -113,7 +113,7 @@ def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "on
 
 
 def names_of(choice: Choice | None) -> list[str]:
-    return [way.name for way in choice.ways] if choice else []
+    return [one.name for one in choice.alternatives] if choice else []
 
 
 def test_the_model_decides() -> None:
@@ -154,8 +154,8 @@ def multiplies_right(seed: int) -> bool:
         return x * 2
 
     options = Options(sizes=generator.sizes, transport=random.choice(["auto", "two_sided"]), machine=SLOW)
-    stated = {choice.name: way.name for choice in lower(layers, options).choices for way in choice.ways if way.chunks == mesh.size}
-    return bool(stated) and computes(generator, layers, seed, replace(options, ways=stated))
+    stated = {choice.name: one.name for choice in lower(layers, options).choices for one in choice.alternatives if one.chunks == mesh.size}
+    return bool(stated) and computes(generator, layers, seed, replace(options, choices=stated))
 
 
 def test_random_layers() -> None:

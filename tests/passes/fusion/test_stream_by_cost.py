@@ -33,7 +33,7 @@ def taken(program: tuple[str, str], ranks: int = 2, machine: Machine = H200, **o
     """Choices for all reshards that have alternatives."""
     inputs, ops = program
     chosen = stream_by_cost(fusion(inputs, ops, f"x={ranks}"), Options(machine=machine, **{"sizes": LARGE, **options}))  # type: ignore[arg-type]
-    return [choice.taken.name for choice in chosen.choices]
+    return [choice.chosen.name for choice in chosen.choices]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -75,7 +75,7 @@ def test_rows_that_ranks_share_unevenly_are_summed_in_sequence() -> None:
     inputs = "%x: bf16[9@y, K@x], %w: bf16[K@x, N]"
     ops = "%h: bf16[9@y, N] partial(sum, x) = matmul(%x, %w)\n%z: bf16[9@y, N] = all_reduce(%h, axes=(x), reduction=sum)"
     chosen = stream_by_cost(fusion(inputs, ops, "x=2, y=4"), Options(sizes=LARGE))
-    assert [[way.name for way in choice.ways] for choice in chosen.choices] == [["none"]]
+    assert [[one.name for one in choice.alternatives] for choice in chosen.choices] == [["none"]]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_impossible_typical_sizes(size: int, message: str) -> None:
         ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or omit it"),
         ({"sizes": {"M": 1.5}}, "sizes: M=1.5: a typical size is an int"),
         ({"sizes": ["M"]}, "sizes=['M'] is not a dict of names; write sizes={...}"),
-        ({"ways": "none"}, "ways='none' is not a dict of names; write ways={...}"),
+        ({"choices": "none"}, "choices='none' is not a dict of names; write choices={...}"),
         ({"tf32": "no"}, "tf32='no' is neither True nor False; write one of them"),
     ],
 )
@@ -133,7 +133,7 @@ def test_sums_of_a_matmul_in_slices() -> None:
     ops = "%h: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M, N] = all_reduce(%h, axes=(x), reduction=sum)"
     program = "%x: bf16[M, K@x], %w: bf16[K@x, N]", ops
     assert taken(program, 8) == ["none"]
-    assert taken(program, 2, ways={"@f %y": "all_reduce(4)"}) == ["all_reduce(4)"]
+    assert taken(program, 2, choices={"@f %y": "all_reduce(4)"}) == ["all_reduce(4)"]
 
 
 def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
@@ -152,7 +152,7 @@ def test_a_sum_is_fused_with_its_consumer() -> None:
     micros = []
     for given, more in (SCATTER, residual):
         (choice,) = stream_by_cost(fusion(given, more, "x=2"), Options(sizes=LARGE)).choices
-        micros.append({way.name: way.micros for way in choice.ways})
+        micros.append({one.name: one.micros for one in choice.alternatives})
     alone, behind = micros
     moved = 2 * 8192 // 2 * 7168 * 2 / H200.memory * 1e6  # microseconds
     assert alone["put(4)"] - behind["put(4)"] == pytest.approx(moved + H200.launch * 1e6, abs=0.2)
@@ -171,7 +171,7 @@ def test_choice_in_the_text() -> None:
     assert line.startswith("choice %g of @f predicted: put(2) ")
     assert f"  {line}\n  return %y" in str(after)
     assert f"{line}\nhost @f(" in str(host)
-    assert [way.micros for way in choice.ways] == sorted(way.micros for way in choice.ways)
+    assert [one.micros for one in choice.alternatives] == sorted(one.micros for one in choice.alternatives)
     header = hw.compile(program, options=Options(sizes=LARGE)).sources["program.h"]
     assert f"// {choice.value} of {choice.function}, {choice.times}" in header
     assert "choice" not in host.code
@@ -186,19 +186,19 @@ def test_layers_of_llama_overlap_by_themselves() -> None:
     for ranks in (2, 8):
         host = lower(llama.program(llama.Config(), tp=ranks), Options(sizes={"S": 8192, "B": 1}))
         assert {choice.function for choice in host.choices} == {"layer"}
-        taken = [choice.taken.algorithm for choice in host.choices]
+        taken = [choice.chosen.algorithm for choice in host.choices]
         assert len(taken) == 4
         assert taken.count("put") >= 2
 
 
 def test_stated_alternatives() -> None:
-    assert taken(GATHER, ways={"@f %g": "none"}) == ["none"]
-    assert taken(GATHER, ways={"@f %g": "p2p(2)"}) == ["p2p(2)"]
+    assert taken(GATHER, choices={"@f %g": "none"}) == ["none"]
+    assert taken(GATHER, choices={"@f %g": "p2p(2)"}) == ["p2p(2)"]
     with pytest.raises(ProgramError) as caught:
-        taken(GATHER, ways={"@f %g": "put(3)"})
+        taken(GATHER, choices={"@f %g": "put(3)"})
     assert "@f %g: put(3) is not possible; use one of put(2), " in str(caught.value)
-    with pytest.raises(ProgramError, match=r"f: Options: ways: there is no choice named @f %y; choices at these sizes: @f %g"):
-        hw.compile(fusion(*GATHER, "x=2"), options=Options(sizes=LARGE, ways={"@f %y": "none"}))
+    with pytest.raises(ProgramError, match=r"f: Options: choices: there is no choice named @f %y; choices at these sizes: @f %g"):
+        hw.compile(fusion(*GATHER, "x=2"), options=Options(sizes=LARGE, choices={"@f %y": "none"}))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
     times = seconds(given, sizes)
     assert times["y" if program is GATHER else "h"] * 1e6 == pytest.approx(matmul, rel=0.15)
     (choice,) = stream_by_cost(given, Options(sizes=sizes)).choices
-    predicted = {way.chunks: way.micros for way in choice.ways if way.algorithm == "put"}
+    predicted = {one.chunks: one.micros for one in choice.alternatives if one.algorithm == "put"}
     for chunks, micros in loops.items():
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
@@ -245,7 +245,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     attention = f"%y: bf16[{heads}, S@x, 128] = attention(%q, %k_all, %v_all, scale=0.1, causal=top_left)"
     given = fusion(f"%q: bf16[{heads}, S@x, 128], %k: {keys}, %v: {keys}", f"{gathers}\n{attention}", "x=2")
     (choice,) = stream_by_cost(given, Options(sizes={"S": rows})).choices
-    predicted = {way.name: way.micros for way in choice.ways}
+    predicted = {one.name: one.micros for one in choice.alternatives}
     assert (predicted["put(2)"], predicted["p2p(2)"]) == pytest.approx((put, p2p), rel=0.15)
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
@@ -256,13 +256,15 @@ OF_FEW_ROWS = [  # chosen loop, and measured microseconds with and without the l
 ]
 
 
-@pytest.mark.parametrize(("program", "rows", "inner", "columns", "way", "micros", "none"), OF_FEW_ROWS)
-def test_times_of_few_rows(program: tuple[str, str], rows: int, inner: int, columns: int, way: str, micros: float, none: float) -> None:
+@pytest.mark.parametrize(("program", "rows", "inner", "columns", "alternative", "micros", "none"), OF_FEW_ROWS)
+def test_times_of_few_rows(
+    program: tuple[str, str], rows: int, inner: int, columns: int, alternative: str, micros: float, none: float
+) -> None:
     sizes = {"M": rows, "K": inner * (2 if program is SCATTER else 1), "N": columns}
     (choice,) = stream_by_cost(fusion(*program, "x=2"), Options(sizes=sizes)).choices
-    assert choice.taken.name == way
-    assert choice.taken.micros == pytest.approx(micros, rel=0.15)
-    assert next(other.micros for other in choice.ways if other.name == "none") == pytest.approx(none, rel=0.1)
+    assert choice.chosen.name == alternative
+    assert choice.chosen.micros == pytest.approx(micros, rel=0.15)
+    assert next(other.micros for other in choice.alternatives if other.name == "none") == pytest.approx(none, rel=0.1)
 
 
 def test_links() -> None:

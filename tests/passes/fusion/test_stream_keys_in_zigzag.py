@@ -50,4 +50,4 @@ def test_others_stay(fusion: hw.Fusion, options: hw.Options) -> None:
 def test_without_gain_it_stays_in_sequence() -> None:
     _, after = before_and_after(stream_keys_in_zigzag, attending(), hw.Options(sizes={"S": 16}))
     assert [op.kind for op in after.ops] == ["attention"]
-    assert [choice.taken.algorithm for choice in after.choices] == ["none"]
+    assert [choice.chosen.algorithm for choice in after.choices] == ["none"]

@@ -205,9 +205,9 @@ class _Choice:
         """
         possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
-            fitting = {name: [way for way in ways if way.chunking == step] for name, (_, ways) in possible.items()}
-            by = {name: next((way for way in ways if way.name == stream.algorithm), ways[0]) for name, ways in fitting.items() if ways}
-            rotations, names = {way.rotation for way in by.values()}, {way.name for way in by.values()}
+            fitting = {name: [one for one in schedules if one.chunking == step] for name, (_, schedules) in possible.items()}
+            by = {name: next((one for one in fits if one.name == stream.algorithm), fits[0]) for name, fits in fitting.items() if fits}
+            rotations, names = {one.rotation for one in by.values()}, {one.name for one in by.values()}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
                 return step, by
         is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a process group of one rank communicates nothing
@@ -252,16 +252,16 @@ class _Choice:
         transport = self.options.transport
         stated += f"transport={transport!r}" if transport != "auto" and not stated else ""
         remedies = [
-            f"the {kind} of %{name} can use {', '.join(f'{way.name} ({way.chunking})' for way in ways)}"
-            if ways
+            f"the {kind} of %{name} can use {', '.join(f'{one.name} ({one.chunking})' for one in schedules)}"
+            if schedules
             else f"the {kind} of %{name} cannot be divided into chunks"
-            for name, (kind, ways) in possible.items()
+            for name, (kind, schedules) in possible.items()
         ]
         if not possible:
             remedies = ["no op of the loop communicates, so leave the algorithm out"]
         elif transport != "auto":
             remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
-        elif not any(ways for _, ways in possible.values()):
+        elif not any(schedules for _, schedules in possible.values()):
             remedies.append("leave .stream out")
         raise ProgramError(
             f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location

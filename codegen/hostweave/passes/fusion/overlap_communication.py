@@ -29,12 +29,12 @@ from hostweave.tune.overlaps import (
     HIDDEN_SECONDS,
     KINDS,
     PRODUCTS,
+    alternatives_outside_loops,
     choice_of,
     filled,
     hidden_beside,
     needed_by_large,
     reaches_memory,
-    ways_outside_loops,
 )
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType
@@ -164,13 +164,13 @@ class _Transfers:
         overlap with nothing."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
-            possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
+            possible = alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
             if len(possible) < 2:
                 return op
-            self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
-        if not choice.taken.chunks:
+            self.choices.append(choice := choice_of(op, self.fusion, possible, options.choices))
+        if not choice.chosen.chunks:
             return op
-        transport = transport_of(choice.taken, options)
+        transport = transport_of(choice.chosen, options)
         is_usual = transport == options.transports[0]
         return replace(op, result=replace(op.result, is_async=True, transport="" if is_usual else transport.name))
 

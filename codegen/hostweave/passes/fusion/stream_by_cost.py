@@ -18,7 +18,7 @@ from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Stream
 from hostweave.fusion_ir.rewriting import views_of_inputs_first
 from hostweave.options import Options
-from hostweave.tune.overlaps import candidates, choice_of, ways
+from hostweave.tune.overlaps import alternatives, candidates, choice_of
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
@@ -40,9 +40,9 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         involved = {op.result.name for op in (*candidate.reshards, *candidate.matmuls)}
         if not involved.isdisjoint(in_loops):
             continue
-        possible = ways(candidate, fusion, options)
-        choices.append(choice_of(candidate.reshard, fusion, possible, options.ways))
-        taken = choices[-1].taken
+        possible = alternatives(candidate, fusion, options)
+        choices.append(choice_of(candidate.reshard, fusion, possible, options.choices))
+        taken = choices[-1].chosen
         if taken.is_loop:
             in_loops |= involved
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)

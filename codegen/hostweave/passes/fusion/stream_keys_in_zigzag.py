@@ -23,7 +23,7 @@ from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops.attributes import CAUSAL
 from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
-from hostweave.tune.overlaps import candidates, choice_of, ways
+from hostweave.tune.overlaps import alternatives, candidates, choice_of
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
@@ -53,8 +53,8 @@ class _Numbering(OpRewriter):
         self.op = op
         choice = self.choose(op) if op.result.name in self.found else None
         self.choices += [choice] if choice else []
-        if choice and choice.taken.algorithm != IN_SEQUENCE:
-            self.attend(op, self.by_rank(op, choice), (*op.attributes, *attributes(pieces=2 * choice.taken.chunks)))
+        if choice and choice.chosen.algorithm != IN_SEQUENCE:
+            self.attend(op, self.by_rank(op, choice), (*op.attributes, *attributes(pieces=2 * choice.chosen.chunks)))
         elif op.result.name in self.made:
             (query, key, _), how = self.made[op.result.name]
             self.attend(op, (query, key), how)
@@ -76,8 +76,8 @@ class _Numbering(OpRewriter):
         candidate = next((found for found in candidates(fusion, options.sizes) if found.reshard == gathers[0]), None)
         if candidate is None or candidate.unknown:
             return None
-        possible = ways(candidate, fusion, options)
-        return choice_of(gathers[0], fusion, possible, options.ways)
+        possible = alternatives(candidate, fusion, options)
+        return choice_of(gathers[0], fusion, possible, options.choices)
 
     def beside(self, op: Op) -> tuple[str, ...]:
         lse = self.found[op.result.name]
@@ -96,7 +96,7 @@ class _Numbering(OpRewriter):
         names = choice.value, self.names.new(f"{op.tensors[2]}_gathered")
         for name, wanted in zip(others, names, strict=True):
             gather = self.gather(name, op).result
-            stream = Stream(len(gather.type.dims) - 2, choice.taken.chunks, None, choice.taken.algorithm)
+            stream = Stream(len(gather.type.dims) - 2, choice.chosen.chunks, None, choice.chosen.algorithm)
             self.emit(Op("reshard", (name,), replace(gather, name=wanted, stream=stream), location=op.location))
         return rows, *names
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from hostweave.communication.exchanges import OneSidedCollectives
+from hostweave.communication.one_sided_collectives import OneSidedCollectives
 from hostweave.communication.packing import TermReduction
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
