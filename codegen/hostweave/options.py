@@ -24,7 +24,7 @@ class Options:
     - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
     - `check`: True proves the host program free of races and deadlocks, and compares the results with those of the fusion. By default,
       meshes of up to 16 ranks are checked.
-    - `sizes`: typical sizes of dims by name, by which the compiler chooses. Other sizes count as 4096.
+    - `sizes`: typical sizes of dims by name, for which the compiler optimises. Other sizes count as 4096.
     - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
       known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
       the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.

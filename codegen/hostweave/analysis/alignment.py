@@ -25,7 +25,7 @@ class Unaligned:
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
-    """The contiguous dim of a matrix, -1 or -2, and the other one."""
+    """The contiguous dim of a matrix, -1 or -2, and the other dim."""
     return (-1, -2) if strides_of(type)[-1] == Size() else (-2, -1)
 
 

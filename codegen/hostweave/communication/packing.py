@@ -70,8 +70,8 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | 
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
-    """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself if its blocks already are so, or a
-    packed copy."""
+    """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself if its blocks already follow one
+    another, or a packed copy."""
     if is_in_order(cuts):
         return src
     packed = temporary(b, src, steps)

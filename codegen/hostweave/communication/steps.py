@@ -84,7 +84,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """Name of the value of which this value is a view, possibly through other views, or the value's own name."""
+        """If a value is a view, possibly of other views, the name of the viewed value. Otherwise its own name."""
         op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 

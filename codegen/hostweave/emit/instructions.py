@@ -66,7 +66,7 @@ class Emitter:
         self.windows: set[str] = set()  # temporaries that are allocated in a window
 
     def body(self, body: tree.Body) -> str:
-        """Returns the C++ of a body. Comments above instructions show the user's source lines from which these were compiled."""
+        """Returns the C++ of a body. Comments above instructions show the user's source lines."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:

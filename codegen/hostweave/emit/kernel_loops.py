@@ -285,7 +285,7 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """Makes a printer use a kernel's parameter for the outermost size wherever a size is a multiple of the outermost size."""
+    """Makes a printer write each multiple of the outermost size as a multiple of the kernel's parameter for this size."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

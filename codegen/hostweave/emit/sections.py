@@ -19,8 +19,8 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 class Section:
     """Statements of one scope. A value is computed at its first use, or outside of loops on which it does not depend.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
-    the section of the scope that contains the loop, into which statements are hoisted.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. Statements
+    are hoisted into `around`, the section of the scope that contains the loop.
     """
 
     def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):

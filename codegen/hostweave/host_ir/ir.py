@@ -106,8 +106,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name such as `negative_multiply_y`, made of the ops and the results, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op whose name its
-        result already has as prefix, such as `multiply_y`. If the names of the results are long, only the last one is used.
+        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op if the name of
+        its result begins with its own name, as in `multiply_y`. If the names of the results are long, only the last one is used.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

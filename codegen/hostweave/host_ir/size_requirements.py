@@ -122,7 +122,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Maps symbols to their sizes, for those that must divide evenly, for example among ranks, and do not. If a sum such as (M + N) does
+    """Sizes of the symbols that do not divide evenly although they must, for example among ranks. If a sum such as (M + N) does
     not divide evenly, all its symbols are included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():

@@ -123,7 +123,7 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 class BoundInputs:
     """Bound arrays of a program by name, and the inputs that its calls still take.
 
-    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call makes the others.
+    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call makes the other checks.
     """
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):

@@ -208,8 +208,7 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
-        """Raises ArgumentError if an output array or a donated input overlaps another argument, which the program could then read too
-        late."""
+        """Raises ArgumentError if an output array or a donated input overlaps another argument: writing one could overwrite the other."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
         last = last_written = Span(0, 0, 0, "", False)  # the earlier span with the largest end

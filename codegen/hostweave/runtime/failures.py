@@ -151,7 +151,7 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
+        """Assigns a number to the sizes of a program. Other ranks refer to the sizes by this number."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number

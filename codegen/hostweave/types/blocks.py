@@ -154,7 +154,7 @@ class SharedDim:
 
     @property
     def ranks(self) -> int:
-        """Least common multiple of the two shard counts, a number of equal blocks of which each shard on both sides consists."""
+        """Least common multiple of the two shard counts. With so many equal blocks, each shard consists of whole blocks."""
         return lcm(self.source_shards, self.target_shards)
 
     @property

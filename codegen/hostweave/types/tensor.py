@@ -259,7 +259,7 @@ class TensorType:
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Index of a rank's block in a global array of this shape, by which a rank can read only its part of a file.
+        """Index of a rank's block in a global array of this shape. With this index, a rank can read only its part of a file.
 
         Returns one slice per dim, or an array of indices for a dim in zigzag. Raises the errors of `shard`.
 

@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them, and are much slower than those of
+    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them. They are much slower than matmuls of
     floats.
 
     If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.

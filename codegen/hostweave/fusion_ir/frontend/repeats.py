@@ -275,7 +275,7 @@ class _Repeats:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object]) -> tuple[Column, ...] | None:
-        """Columns that are interleaved from index `begin`, if one of them is in `wanted` and the others are groups. None otherwise."""
+        """Columns that are interleaved from index `begin` on. None unless one is in `wanted`, and the others are wanted or groups."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)

@@ -111,8 +111,8 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body only on the ranks of a mesh, whose axes the coordinates in the body name. Allocations in the body stay in scope after
-    the body."""
+    """Runs the body only on the ranks of a mesh. Coordinates in the body are along the axes of this mesh. Allocations in the body stay in
+    scope after the body."""
 
     mesh: Mesh
     body: Body

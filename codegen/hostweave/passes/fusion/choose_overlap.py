@@ -286,7 +286,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of the loops that compute operands. Only operands of which iteration i of this loop reads chunk i count."""
+        """Chunking and rotation of the loops that compute operands, if iteration i of this loop reads only chunk i of the operand."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None

@@ -66,7 +66,7 @@ class _Groups:
         return None
 
     def shapes_beside(self, names: set[str]) -> Iterator[Shape]:
-        """Shapes to which the group could move: those of its reshaped operands before, and of its values after the reshape, in kernels."""
+        """Shapes to which the group could move: those in which kernels compute its reshaped operands, or read its reshaped values."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.places.__getitem__):
             (source,) = self.made[result].tensors

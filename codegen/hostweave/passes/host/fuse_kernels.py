@@ -429,7 +429,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """Converts the views on the path from `source` to `name` into ops of a kernel, the last of which computes `name`."""
+    """Converts the views on the path from `source` to `name` into ops of a kernel. The last op computes `name`."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))

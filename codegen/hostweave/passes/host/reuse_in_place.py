@@ -126,7 +126,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """Moves the kernel that computes the operand of a copy to the copy, if nothing else uses the operand."""
+        """If only a copy uses the result of a kernel, moves the kernel there, and lets it write to the destination of the copy."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
