@@ -4,10 +4,10 @@
 
 becomes
 
-    %w_transposed = permute %w to [1, 0]
+    %w_transposed = permute %w by [1, 0]
     %w_by_columns = allocate f8e4m3[N, K]
     copy %w_transposed -> %w_by_columns
-    %w_columns = permute %w_by_columns to [1, 0]
+    %w_columns = permute %w_by_columns by [1, 0]
     matmul %a, %w_columns scales %s, %t -> %y
 """
 
