@@ -20,8 +20,8 @@ HEADERS = (
     *("term_exchange", "types", "window"),
 )
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
-# Inline functions of the standard headers use these templates. g++ instantiates them in each file, unless the precompiled header has them
-# because a constant needs them.
+# Inline functions of the standard headers use these templates. The constants below instantiate them in the precompiled header. Otherwise
+# g++ would instantiate them in each file.
 INSTANTIATED = """\
 #ifndef INSTANTIATED  // a test that runs pytest includes two such headers
 #define INSTANTIATED

@@ -43,7 +43,7 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-constexpr uint16_t kLeast = 0xfefe;  // written twice, it is -1.7e38 in f32
+constexpr uint16_t kLeast = 0xfefe;  // half of an f32 of -1.7e38, whose halves are equal
 
 // Fills the rows of tokens that belong to no sequence.
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
@@ -233,8 +233,8 @@ AttentionProblem of_sequences(AttentionProblem p) {
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
 // One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
-// without columns. If the last rows attend to all columns, a plan without a mask computes them; in a backward pass it may compute
-// the columns to which all rows attend.
+// without columns. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, it may
+// instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row; for a backward pass first column

@@ -288,7 +288,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), WithoutGil());
 
-  m.def(  // not a method of Member, because errors name the module's program
+  m.def(  // a function of the module, so that errors name its program
       "lease",
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
       py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());

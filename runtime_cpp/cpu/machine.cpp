@@ -418,11 +418,11 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // Other ops may keep the matches alive, which must not refer to a destroyed stream.
+  // Matches that other ops keep alive must not refer to a destroyed stream.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;
-    if (turn.number <= count.value) continue;  // a later signal has arrived before
+    if (turn.number <= count.value) continue;  // overtaken by a later signal
     count.value = turn.number;
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);

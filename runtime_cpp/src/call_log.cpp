@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;  // an op of this call is done once it has ended this many times, because launches of a graph share ops
+  int64_t times;                // number of ends after which an op is done, because all launches of a graph share its ops
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };
@@ -97,7 +97,7 @@ class CallSolver {
   struct Queue {
     cudaStream_t stream;
     std::vector<size_t> ops;
-    size_t at = 0;  // the first that is not done
+    size_t at = 0;  // index of the first op that is not done
   };
   std::vector<Queue> queues;
 
@@ -155,7 +155,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs the ops of a line that its streams, events and channels have not logged.
+  // Completes the log of a line: transfers if it has peers, otherwise a collective if it has a channel, otherwise other work.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {

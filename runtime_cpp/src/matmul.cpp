@@ -25,10 +25,10 @@ constexpr uint32_t kAlignment = 16;              // operand alignment in bytes t
 constexpr size_t kMostPlans = 4096;              // maximum plans per matmul, about 2 KiB each
 constexpr int kMeasured = 16;                    // number of recommended algorithms that are measured
 constexpr int kTimings = 7;                      // timings per algorithm
-constexpr float kClearly = 0.98f;                // an algorithm must beat the best by this ratio
-constexpr int64_t kScaledStep = 16;              // k and n of 8-bit matmuls must be multiples of it
+constexpr float kClearly = 0.98f;                // ratio of times at which an algorithm replaces the best so far
+constexpr int64_t kScaledStep = 16;              // k and n of 8-bit matmuls must be multiples of this
 constexpr int64_t kScaledBlock = 128;            // elements per scale
-constexpr int64_t kScalesStep = 4;               // the number of scales per row of blocks is a multiple of it
+constexpr int64_t kScalesStep = 4;               // the number of scales per row of blocks is a multiple of this
 constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches
 
 struct Matrix {
@@ -481,7 +481,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
-// One call per index of the leading dims that no stride covers.
+// Calls cuBLASLt for each index of the leading dims that a strided-batched matmul does not cover.
 cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
                                       Epilogue epilogue) const {
   if (dims == 0) return one_batch(*current_, a, b, c, stream, epilogue);

@@ -23,7 +23,7 @@ __global__ void count_up(uint64_t* count, uint64_t* shown);
 namespace {
 
 constexpr int kWords = 1 << 16;      // maximum milestones in the graphs of a program on a rank
-constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; numbers below it are events
+constexpr int kFirstWord = 1 << 30;  // milestones from here on are words, smaller ones are events
 
 // Counts in GPU memory, and copies of them in host memory, which the host can read while the GPU hangs.
 struct Words {
@@ -43,7 +43,7 @@ struct Words {
   uint64_t count(int word) const { return std::atomic_ref(shown[word]).load(); }
 
   uint64_t *counts = nullptr, *shown = nullptr;
-  std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts at the time when `set` returned the milestones
+  std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts when the milestones were set
   std::vector<int> free;
   int used = 0;
 };

@@ -154,7 +154,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Calls `look` between two barriers. Meanwhile every rank can read the entries of the others in the segment, their seats.
+  // Calls `look` between two barriers, so that it can read the other ranks' entries in the segment (`seats`).
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);
@@ -188,8 +188,7 @@ struct PeerGroup::State {
   std::string try_memory() const {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
-      if (in_process &&
-          segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for work that waits for the other
+      if (in_process && segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the other's work
         return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank as a process of its own";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to the GPU of rank " + std::to_string(peer) + " of the channel";
@@ -208,7 +207,7 @@ struct GivenUp {
   struct Part {
     std::shared_ptr<void> keeps;  // keeps the segment
     const std::atomic<uint32_t>*unmapped, *aborted;
-    uint32_t all;  // value of `unmapped` when no rank has it mapped
+    uint32_t all;  // value of `unmapped` after all ranks have unmapped the memory
   };
   std::vector<Part> parts = {};
   Clock::time_point since = Clock::now();

@@ -36,7 +36,7 @@ def errors(text: str) -> list[str]:
 
 
 def wrong_lines(places: Mapping[str, object]) -> dict[str, object]:
-    """Lines with errors, and their places. No token has more than one line, and few lines differ between stages."""
+    """Lines with errors, and their places. Lines are tested one by one, because no token spans several lines."""
     return {line: place for line, place in places.items() if errors(line)}
 
 

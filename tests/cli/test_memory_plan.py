@@ -70,11 +70,11 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """A buffer, with its live range in numbers of events, and the event after which other streams may reuse its bytes."""
+    """A buffer, and its live ranges: first event, end, and the event from which other streams may reuse the bytes."""
 
     bytes: int
     lane: tuple[str, int] | None = None  # the stream that the buffer belongs to
-    uses: list[list[int]] = field(default_factory=list)  # for each use, the numbers of its first event, of its last event, and of the join
+    uses: list[list[int]] = field(default_factory=list)
 
     def end(self, now: int, joined: int = FOREVER) -> None:
         for use in self.uses:

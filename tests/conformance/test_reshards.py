@@ -76,8 +76,8 @@ def kinds_of(dtype: DType) -> tuple[str, ...]:
 
 
 def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callable[[hw.Tensor], list[hw.Tensor]]) -> Fusion:
-    """Fusion that applies `results` to each input. The source of its function is generated, because a fusion has the parameters of its
-    function."""
+    """Fusion that applies `results` to each input. The function is generated as source, because its parameters are the inputs of the
+    fusion."""
     scope: dict[str, Any] = {"results": results}
     exec(f"def {name}({', '.join(inputs)}):\n    return [y for x in ({', '.join(inputs)},) for y in results(x)]", scope)
     return hw.fusion(mesh=mesh, **inputs)(scope[name])

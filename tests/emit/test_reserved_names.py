@@ -114,7 +114,7 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """All collected names, and some macros. If an identifier is reserved in C++, only the part that programs may contain is used."""
+    """All collected names, and some macros, except names that programs cannot have: reserved identifiers, and keywords of the IR."""
     found = of_templates() | of_headers() | C_FUNCTIONS
     defined = macros(*CPU_INCLUDES) if cuda.find_cuda().missing else macros(*CPU_INCLUDES) | macros(*folders_of("cuda"))
     found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # another test uses all macros
@@ -129,7 +129,7 @@ A_PROGRAM = 8  # largest number of names per program, because the text of a prog
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with programs that use all names. For each kind of generated file, one file includes those of all programs."""
+    """Folder with programs that use all names. Its program.cpp includes the program.cpp of all programs, and so does its kernels.cu."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):

@@ -19,7 +19,7 @@ OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
 
 
 def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
-    """Largest possible error of each element: rounding, and truncation of each step of 32 products to 14 bits of its largest term.
+    """Largest possible error of each element: the result is rounded, and each step of 32 products keeps 14 bits of its largest term.
 
     `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
     Hopper. A step truncates 33 terms, each by less than 2^-13 of the largest term.

@@ -92,7 +92,7 @@ def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
     arrays["bias"][1, 2] = -np.inf
     arrays["of_columns"][1] = -1
     arrays["n"] = np.array([13, 7, 1], np.int32)
-    # If a softmax is nearly one-hot, its gradients amplify rounding errors.
+    # Gradients of a nearly one-hot softmax amplify rounding errors.
     arrays = {name: x if x.dtype == np.int32 else x / x.dtype.type(4) for name, x in arrays.items()}
     arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
     arrays["alone"] = np.array([0, 64, 65, 299], np.int32)

@@ -45,7 +45,7 @@ NOT_COMPARED = set(_NOT_COMPARED.split())
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Entries of one batch that support this dtype."""
+    """Every `of`-th entry, from entry `number` on, that supports this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:
@@ -101,7 +101,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
 
 _SEED = torch.manual_seed
 
-# Ops that may return the index of any of several equal elements, and the index of the argument that is the dim.
+# Ops that may return the index of any of several equal elements. The value is the position of the argument `dim`.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

@@ -76,7 +76,7 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
-    """Inputs in any memory are put into landing buffers of the program. %h is gathered to an output, so peers read it."""
+    """Inputs in any memory are sent to buffers of the program without a copy. Peers read %h, so it is copied unless it is in a window."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h

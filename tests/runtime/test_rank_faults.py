@@ -425,7 +425,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # The program, the arrays of the first call, and the shared memory or the sizes at each change.
+    # Ranks exchange the program and the arrays at the first call, and the shared memory or the sizes at each change.
     assert len(gathered) == exchanges * RANKS
 
 

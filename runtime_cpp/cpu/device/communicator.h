@@ -30,7 +30,7 @@ struct Asked {
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // True if the result at seat `to` depends on the input of seat `from`. NCCL guarantees no other order.
+  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders only such pairs of ranks.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;

@@ -1,8 +1,8 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and exchange data without the mutex. At its begin an op declares its accesses, poisons
-// its outputs and takes its seats in collectives. At its end it wakes waiters. There are two modes: workers.cpp runs ready ops on
-// a thread pool, and in turns.cpp a seed chooses one step at a time among streams and host threads.
+// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, its accesses are checked, its
+// outputs are filled with NaN, and it joins its collectives. When it ends, its waiters wake. There are two modes: workers.cpp
+// runs ready ops on a thread pool, and in turns.cpp a seed chooses one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -199,7 +199,7 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  std::chrono::steady_clock::time_point deadline() const;  // now, plus the time without progress that is reported as a deadlock
+  std::chrono::steady_clock::time_point deadline() const;  // when a deadlock is reported if there is no progress
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
@@ -221,7 +221,7 @@ class Machine {
   std::vector<Stream*> ready_;
 
   std::vector<HostThread*> attached_;  // by rank
-  std::vector<HostThread*> waiting_;   // waiting threads in parallel mode, attached or not
+  std::vector<HostThread*> waiting_;   // waiting threads in parallel mode
   int arrived_ = 0;                    // rank threads that attached in this round
   bool round_started_ = false;         // set when all have attached; cleared when all have detached
   HostThread* turn_ = nullptr;

@@ -86,7 +86,7 @@ struct OpName {
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op's seat in a collective, send or recv
+struct Part {  // an op in a collective, send or recv, at this index of its seats
   std::shared_ptr<Match> match;
   int index;
 };
@@ -159,7 +159,7 @@ struct Stream {
 struct Event {
   int device = 0;
   bool timed = true;
-  OpPtr record;                      // last record; a wait binds to it at the time of the call
+  OpPtr record;                      // last record, for which later calls wait
   std::shared_ptr<Capture> capture;  // capture of its last record, which is this node
   std::size_t node = 0;
 };

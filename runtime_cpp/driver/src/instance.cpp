@@ -44,7 +44,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Runs a call during a capture. Converts its error, after which nothing was enqueued.
+// Runs a call during a capture. Throws CaptureError if it fails.
 template <class Call>
 auto captured(const Call& call) {
   try {
@@ -130,7 +130,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
-  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // here, because a capture cannot allocate
+  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates, which a capture cannot
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
@@ -228,7 +228,7 @@ void Instance::launch(const Graph& graph, cudaStream_t caller) const {
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
                                          const std::vector<void*>& outputs) {
   member_.expect_working();
-  const Member::Use use(member_);  // no other rank is needed
+  const Member::Use use(member_);  // a capture needs no other rank
   take(table, inputs, outputs);
   return capture_taken();
 }

@@ -88,8 +88,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. A lane supplies the terms that it reads
-// together, because tensor cores may add terms in any order.
+// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Lanes do not exchange what they read,
+// because the order of terms is the same in both operands.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;

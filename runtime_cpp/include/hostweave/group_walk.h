@@ -1,5 +1,5 @@
-// Tiles of grouped matmuls, whose bounds of groups are in device memory. A block processes several tiles of the result. It finds
-// the group of each tile by a prefix sum over the groups.
+// Tiles of grouped matmuls. A block processes several tiles of the result. It finds the group of each tile by a prefix sum over
+// the sizes of the groups, which are in device memory.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"

@@ -87,8 +87,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Sorts the `first` first elements of each row of n. A cluster sorts a row, with as many blocks as have work and run at once. The
-// whole grid sorts rows one by one if they are few, long and sorted completely.
+// Sorts the `first` first elements of each row of n. A cluster sorts a row, with as many blocks as have work and run at once. If
+// rows are few, long and sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -109,7 +109,7 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
 }
 
 // Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work and run at once. Large
-// clusters cannot fill every GPC, so the limit is lower for them. A block takes the room of `kSize` ordinary blocks.
+// clusters cannot fill every GPC, so the limit is lower for them.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -175,7 +175,7 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// The first call of a kernel. In the launch it records the accesses and returns true, and the kernel returns. Later: false.
+// Kernels call it first. During the launch, it records the accesses and returns true, and the kernel returns. Later: false.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by

@@ -30,8 +30,8 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
-// A number that divides many others. A GPU multiplies by the reciprocal, with an error of up to 2 ulp, like its other quotients.
-// If the reciprocal is known to be a normal number (kNormal), it is not scaled.
+// A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. If the
+// reciprocal is known to be a normal number (kNormal), it is not scaled.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>

@@ -76,7 +76,7 @@ struct StageCount {
 };
 
 // Number of this warpgroup in its block. The shuffle tells the compiler that all threads of a warp have the same number.
-// Otherwise it would wait after each product, because branches on the number might diverge.
+// Otherwise the compiler would add a wait after each product, because branches on the number might diverge.
 __device__ inline int warpgroup_of_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // Hardware barrier `number`, for some warps of a block.
@@ -119,7 +119,7 @@ class WarpgroupProducts {
   // next one is multiplied.
   static constexpr int kStaged = kOuter ? kColumns : 128;
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
-  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // barrier ids: one for both warpgroups, one for each
+  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // ids: a barrier of both warpgroups, and one of each from 2 on
 
  public:
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)

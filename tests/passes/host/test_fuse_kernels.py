@@ -271,8 +271,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, the kernel of the column sum does not use values of the row sum's kernel, so that these values need
-    not be written."""
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Each computes common values from the inputs, so that
+    no kernel writes them."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)

@@ -147,7 +147,7 @@ class Instance {
   Standstill standstill();
   // Number of calls whose graphs are cached.
   int64_t graphs() const;
-  // Number of calls with arrays that no recorded call had.
+  // Number of calls whose arrays differed from those of all recorded calls.
   int64_t unseen() const { return unseen_; }
 
  private:
@@ -160,7 +160,7 @@ class Instance {
 
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
-  void launch(const Graph& graph, cudaStream_t caller) const;  // ordered among the calls
+  void launch(const Graph& graph, cudaStream_t caller) const;  // in order with the calls
   const Graph* graph_of_taken(Graphs graphs);                  // null: make a plain call
   std::vector<void*> memory() const;                           // addresses of the temporaries' memory
   void or_stop(const std::function<void()>& work);

@@ -1,4 +1,4 @@
-// Calls of a program on one rank with arrays in any memory. Arrays elsewhere are copied to and from the rank's device.
+// Calls of a program on one rank with arrays in any memory. Arrays that are not on the rank's device are copied.
 #pragma once
 #include <cuda_runtime_api.h>
 
