@@ -88,8 +88,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Lanes do not exchange what they read,
-// because the order of terms is the same in both operands.
+// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Lanes need not exchange operands, because
+// the order of terms is the same in both.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
