@@ -179,3 +179,47 @@ def test_refusals() -> None:
             model.generate(ids, **wrong)
     with pytest.raises(ArgumentError, match="the cache is a DynamicCache, which grows; pass a StaticCache, or omit it"):
         model.generate(ids, max_new_tokens=2, cache=transformers.DynamicCache(config=module.config))
+
+
+class _Done:
+    """An event of a device that has finished its work."""
+
+    def __init__(self, **settings: Any):
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, transformers checks one step late whether greedy sequences ended, and undoes the last step. Here the CPU plays this part.
+    Caches that the caller gets, and sampled tokens, have no step that is undone."""
+    utils = pytest.importorskip("transformers.generation.utils")
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this version of transformers waits for each token")
+    module = model_of("Llama", num_hidden_layers=2)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    token = int(module.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)[0, -3])
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
+    model.generate(ids[:1], max_new_tokens=2, do_sample=False)
+    chosen, decide = list[bool](), utils.DeferredStopCheck.is_supported
+
+    def on_cuda(device: torch.device, *args: Any, **others: Any) -> bool:
+        chosen.append(decide(torch.device("cuda"), *args, **others))
+        return chosen[-1]
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(on_cuda))
+    monkeypatch.setattr(torch, "Event", _Done)
+    for settings in ({"eos_token_id": token}, {"eos_token_id": None}, {"return_dict_in_generate": True}, {"do_sample": True}):
+        given = {"max_new_tokens": 8, "do_sample": False, **settings}
+        found = []
+        for one in (model, module):
+            torch.manual_seed(1)
+            found.append(one.generate(ids[:1], **given))
+        sequences = [one if isinstance(one, torch.Tensor) else one.sequences for one in found]
+        assert torch.equal(*sequences), settings
+        assert sequences[0].shape[1] < ids.shape[1] + 8 or "eos_token_id" not in settings or settings["eos_token_id"] is None
+    assert chosen == [True, False, True, False, False, False, False, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,34 @@ from hostweave.torch.compiled import CompiledModule, not_traced
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
 _OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # their dim of tokens is dim 1 or the last one
 _ROUNDED = 64  # cache lengths are multiples of it, so that prompts of similar lengths share a program
+_own = weakref.WeakKeyDictionary[Any, bool]()  # caches that `generate` created -> True if the host need not wait for each token
+_patching = threading.Lock()  # ranks may be threads
+
+
+def _defer_stops() -> None:
+    """Lets transformers check one step late whether all sequences ended, if `_own` says so. If they ended, it undoes the last step. By
+    itself, transformers does this only on MPS."""
+    from transformers.generation import utils
+
+    check: Any = getattr(utils, "DeferredStopCheck", None)  # None for older versions, which wait for each token
+    with _patching:
+        if check is None or hasattr(check, "is_supported_by_transformers"):
+            return
+        check.is_supported_by_transformers = own = check.is_supported
+
+        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, **others: Any) -> bool:
+            is_ours = device.type == "cuda" and not cache_is_returned and cache is not None and _own.get(cache, False)
+            return is_ours or own(device, cache, cache_is_returned, **others)
+
+        check.is_supported = staticmethod(is_supported)
+
+
+def _prepare_cache(module: Any, config: Any, kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
+    """Overrides a method of transformers that marks all given caches as the user's. The caches in `_own` are not."""
+    found = super(type(module), module)._prepare_cache_for_generation(config, kwargs, *args, **others)
+    for cache in (one for one in map(kwargs.get, _CACHE_WORDS) if one is not None and one in _own):
+        cache._is_user_defined = False
+    return found
 
 
 class TokenGraph:
@@ -75,7 +104,8 @@ class Generation:
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
-        self._stand_in: Any = object.__new__(type(of.__name__, (of,), {"__call__": call, "__module__": of.__module__}))
+        methods = {"__call__": call, "_prepare_cache_for_generation": _prepare_cache, "__module__": of.__module__}
+        self._stand_in: Any = object.__new__(type(of.__name__, (of,), methods))
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
@@ -87,7 +117,11 @@ class Generation:
         if kwargs.get("use_cache") is False or kwargs.get("cache_implementation") not in (None, "static"):
             raise ArgumentError(f"{self._name}: generate: programs write to a static cache; omit use_cache and cache_implementation")
         if self._word not in kwargs:
-            kwargs[self._word] = self._cache(self._length(inputs, kwargs))
+            cache = kwargs[self._word] = self._cache(self._length(inputs, kwargs))
+            configs = kwargs.get("generation_config"), self._module.generation_config
+            samples = kwargs.get("do_sample", any(one.do_sample for one in configs if one))
+            _own[cache] = not samples  # a step that is undone must not draw random numbers
+            _defer_stops()
         kwargs |= {"use_cache": True, "disable_compile": True}
         return self._stand_in.generate(inputs, **kwargs)
 
