@@ -101,7 +101,7 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces the symbolic sizes that are keys of `sizes` by ints. Results keep the shardings of the types `outputs`, which have symbolic sizes.
+    """Replaces the symbolic sizes that are keys of `sizes` by ints. Results keep the shardings of the types `outputs`.
 
     Raises ProgramError if a quotient is not an int at these sizes.
     """

@@ -166,7 +166,7 @@ class SharedDim:
         return self.source_shards if self.is_crossed else self.ranks // self.target_shards
 
     def source(self, target: int, number: int) -> tuple[int, int]:
-        """Source shard, and block index in that shard, of block `number` of target shard `target`."""
+        """The source shard that has block `number` of target shard `target`, and the block's index in it."""
         return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
 
 
