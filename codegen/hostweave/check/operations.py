@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if a device may serialise it with communications of other channels."""
+        """True if a device may serialise this operation with communications of other channels."""
         return any(part.channel.may_be_serialised for part in self.communications if part.channel)
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ class Collective(Communication):
     """
 
     posts = "collective"
-    joins: ClassVar[bool] = False  # a kernel that gathers can do it too, if its blocks are equal
+    joins: ClassVar[bool] = False  # a kernel that gathers can do this collective too, if the blocks are equal
     sends_blocks: ClassVar[bool] = False  # each receiver gets a different block of every sender's buffer
     sent_along: int | None = None  # dim of src that the blocks split
     received_along: int | None = None  # dim of dst that the blocks split
