@@ -255,8 +255,7 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Partial sums that are reduce-scattered by columns. Only the receiver unpacks a block, so ranks execute different iterations at the
-    same time."""
+    """Chunk loop over columns with a reduce-scatter of partial sums. Ranks execute different iterations at the same time."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape

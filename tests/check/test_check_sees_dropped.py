@@ -87,7 +87,7 @@ def test_a_check_creates_no_reference_cycles() -> None:
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """The data that the check stores for a buffer does not grow with the number of rows, so the time does not depend on constant sizes."""
+    """Bytes of different rows with the same accesses are one piece, so the time of the check does not grow with the number of rows."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # right half, 64 bytes later
@@ -99,7 +99,7 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
-    """Bytes are split into the same pieces for views of any shape, so the time per layer does not grow with the number of layers."""
+    """Buffers share one split into pieces, even if the shapes of views differ, so the pieces are computed only once for all layers."""
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):

@@ -35,7 +35,7 @@ class Writer:
         self.draw, self.mesh = draw, mesh
         one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that a rank has one index of a dim
         ints = draw.choice([SIZES, UNEVEN, one_each])
-        self.has_room = ints["A"] <= ints["C"]  # A rows fit into a dim of size C
+        self.has_room = ints["A"] <= ints["C"]  # a dim of size A fits into one of size C
         self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None

@@ -92,8 +92,6 @@ def test_random_edges(seeds: range) -> None:
 
 @pytest.mark.parametrize("op", [hw.argmax, hw.max, hw.min])
 def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
-    """Hostweave raises an error. NumPy would raise a different error, or return a number that no rank computes."""
-
     @hw.block(x=hw.f32["M", "N"])
     def last(x: hw.Tensor) -> hw.Tensor:
         return op(x + 1, 1)
@@ -108,7 +106,7 @@ def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
-    """A tensor moves to a mesh of the same ranks in another order, on which some ranks have the same shard. The dim is uneven."""
+    """A tensor moves to a mesh of the same ranks in another order. Some ranks keep their shard. The dim is uneven."""
     mesh = hw.Mesh(dp=2, tp=2)
     other = mesh.ranks([3, 0, 2, 1], v=4)
     x = np.arange(30).reshape(5, 2, 3)

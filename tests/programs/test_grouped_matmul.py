@@ -164,7 +164,7 @@ def test_operands_with_wrong_shapes_or_dtypes() -> None:
 @needs_cuda
 @pytest.mark.parametrize("name", ["multiply_groups", "multiply_groups_transposed", "multiply_rows_of_groups"])
 def test_products_of_warpgroups_are_asynchronous(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler can serialise wgmma instructions, and then says so. It does if a branch around them may diverge within a warp."""
+    """The compiler of CUDA serialises wgmma instructions, with a warning, if a branch around them may diverge within a warp."""
     monkeypatch.setattr(nvrtc, "OPTIONS", tuple(option for option in nvrtc.OPTIONS if "fast-compile" not in option))
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, nvrtc.Nvrtc)

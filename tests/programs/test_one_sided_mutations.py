@@ -86,7 +86,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 
 def is_needless(what: str) -> bool:
-    """True if the mutant is correct: events order the streams anyway, or a read is only repeated."""
+    """True if the mutant is correct, because other events order the streams, or because the mutant only repeats a read."""
     needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 

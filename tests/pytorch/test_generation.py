@@ -155,7 +155,7 @@ def test_caches_of_the_user() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_module_of_one_token_and_a_cache() -> None:
-    """A former defect: torch adds a range of one element to the length of the cache, which has no dims, and the sum has one dim."""
+    """A former defect: the length of the cache has no dims, but its sum with torch's range of one element has one."""
     module = model_of("Llama", num_hidden_layers=3)
     prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
 

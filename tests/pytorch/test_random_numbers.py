@@ -123,7 +123,7 @@ def test_threads_use_the_numbers_of_rank_0() -> None:
 
 @pytest.mark.parametrize("has_board", [True, False])
 def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
-    """The group simulates two processes. The other process draws the seeds 1 and 2."""
+    """The test simulates a group of two processes. The first process draws the seeds 1 and 2, and this one draws others."""
 
     class TwoProcesses:
         in_process, rank, count, can_exchange, call_timeout = False, 1, 2, True, 1.0
@@ -217,7 +217,7 @@ def test_layers_with_dropout_are_a_loop() -> None:
 
 
 def test_permutations() -> None:
-    """Each draws another order. Indices that are drawn without replacement differ, and have weights above 0."""
+    """Each call draws a different permutation. Indices drawn without replacement differ from each other, and have weights above 0."""
     x = torch.rand(5, 7).index_fill(1, torch.tensor([2]), 0)
     model = compiled(lambda x: (x[torch.randperm(5)], torch.randperm(7), torch.multinomial(x, 6)), 1, x)
     rows, order, drawn = model(x)

@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A former defect: torch's modes for tracing are shared by all threads, and sizes of one graph were recorded in the other."""
+    """A former defect: torch's tracing modes are global, so operations of one thread were recorded in the graph of another thread."""
     failed: list[str] = []
     monkeypatch.setattr("hostweave.torch.ranges.warnings.warn", lambda why, *_, **__: failed.append(str(why)))
     monkeypatch.setattr(hw.Program, "build", lambda _: None)

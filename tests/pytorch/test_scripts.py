@@ -69,7 +69,7 @@ def by_torchrun(place: str, ranks: int, script: str | Path, *arguments: str | Pa
 
 
 def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -> list[str]:
-    """Lines that a script prints whose process runs all ranks."""
+    """Lines that a script prints if one process runs all ranks."""
     return forked(folder, [{}], script, *arguments) if place == "cpu" else printed(place, ranks, script, *arguments)
 
 

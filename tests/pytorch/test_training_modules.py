@@ -151,7 +151,7 @@ def test_parametrizations_are_not_run_by_the_compiler() -> None:
 
 
 class Quantized(nn.Module):
-    """A layer that replaces vectors by the nearest of a codebook. Its names are those of attributes of torch's graph modules."""
+    """A layer that replaces vectors by the nearest of a codebook. Its attributes have the names of attributes of torch's graph modules."""
 
     meta: torch.Tensor
 
@@ -226,7 +226,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """Constants of its line have the name of its argument, x."""
+    """A module whose constants are named x after the line that uses them, like its argument."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)

@@ -144,7 +144,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     with Processes(tmp_path, transport, place, f"if (!({IS_FAULTY}))\n", limit=3) as ranks:
         _, report = ranks.said(0)
     assert "call 2 of ag_matmul is not done after 3 seconds" in report
-    # Rank 0 waits for a signal of rank 2. Rank 2 has ended the call, because it needs the credit of rank 0 only in the next call.
+    # Rank 0 waits for a signal of rank 2. Rank 2 has ended the call, because only its next call waits for rank 0.
     waits = (
         rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
         rf"done up to \S+\(.*\) {AT}; \d+ more operations? queued"

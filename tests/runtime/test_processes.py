@@ -26,7 +26,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # seconds; about one according to the documentation, but other tests may use the machine
+NOTICED = 4  # seconds; the documentation says about one, but other tests slow the machine down
 ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, chosen puts
 
 
@@ -205,7 +205,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """Other ranks continue, although NCCL cannot destroy a communicator before its graphs, which they keep until they exit."""
+    """Other ranks continue. They keep their graphs until they exit, so NCCL cannot destroy the communicators before that."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)

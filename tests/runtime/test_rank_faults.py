@@ -578,8 +578,8 @@ def test_time_limits_apply_if_the_store_does_not_answer(what: str) -> None:
 
 
 def test_ranks_learn_of_a_failure_after_all_channels_are_aborted() -> None:
-    """Ranks are informed of a failure only after all channels are aborted. Before, aborted work may occupy the devices, and a new group
-    would fail."""
+    """Ranks are informed of a failure only after all channels are aborted. Until then, aborted work may occupy the devices, so that a new
+    group would fail."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()
 
     def abort(reason: str) -> None:

@@ -158,7 +158,7 @@ TEST(ranks_that_stand_still_can_be_given_up) { expect_an_end(false); }
 
 TEST(a_rank_that_stands_still_inside_a_call_can_be_given_up) { expect_an_end(true); }
 
-// An abort must not wait for graphs, although NCCL does, because their owner may not know of the abort.
+// NCCL waits until graphs are destroyed. An abort must not wait, because the owner of the graphs may not know of the abort.
 TEST(ranks_that_have_graphs_can_be_given_up) {
   Ranks ranks;
   float at = 0;
@@ -186,7 +186,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   }
   OK(cudaStreamSynchronize(stream));
   const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
-    float* const first = r == 0 ? *x[1] : *y[r];  // the memory that the second call reads on device 0 if it starts late
+    float* const first = r == 0 ? *x[1] : *y[r];  // rank 0 overwrites the second call's input of rank 1
     return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
   };
   for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());
@@ -199,7 +199,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   OK(cudaSetDevice(0));
 }
 
-// Exit status of a process that stops while it creates a channel of `ranks` ranks, although only the first rank exists.
+// Exit status of a process that stops while it creates a channel of `ranks` ranks, of which only one exists.
 int status_after_a_channel(int ranks) {
   const pid_t child = fork();
   if (child == 0) {

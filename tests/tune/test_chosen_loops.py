@@ -29,8 +29,7 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A slow machine, on which transfers and matmuls of the small sizes of these tests take times with the same ratio as on GPUs at large
-# sizes.
+# A slow machine. At the small sizes of these tests, the ratio of its times of transfers and matmuls is that of GPUs at large sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}

@@ -84,7 +84,7 @@ def test_operands_that_are_broadcast() -> None:
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
-    """The ops do not move across the reshape if they would then not fuse with another kernel that reads their value."""
+    """Ops do not move across a reshape if this would prevent their fusion with another kernel that reads their value."""
 
     def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
         h = hw.tanh(hw.reshape(hw.exp(x), 3, 4, 8))
