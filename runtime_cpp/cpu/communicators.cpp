@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstddef>
 #include <cstring>
 #include <random>
 #include <set>
@@ -34,25 +33,11 @@ std::set<int>& files_in_the_making() {  // not yet opened by other processes; gu
   return *files;
 }
 
-const char* name_in(const ncclConfig_t* config) {
-  if (!config || config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclConfig_t, commName) + sizeof(char*))
-    return nullptr;
-  return config->commName;
-}
-
-ncclResult_t check(const ncclConfig_t* config) {
-  if (!config) return ncclSuccess;
-  if (config->magic != NCCL_API_MAGIC) return error(ncclInvalidArgument, "ncclConfig_t: not made by NCCL_CONFIG_INITIALIZER");
-  if (config->blocking == 0) return nccl_not_supported("a communicator with blocking = 0");
-  return ncclSuccess;
-}
-
-std::shared_ptr<ProcessGroup> new_process_group(int size, const char* name) {
+std::shared_ptr<ProcessGroup> new_process_group(int size) {
   static int count = 0;
   Machine& machine = Machine::get();
   auto process_group = std::make_shared<ProcessGroup>(size);
-  ++count;
-  process_group->name = machine.intern(name ? std::string(name) : "communicator " + std::to_string(count));
+  process_group->name = machine.intern("communicator " + std::to_string(++count));
   std::erase_if(machine.process_groups, [](const auto& known) { return known.expired(); });
   machine.process_groups.push_back(process_group);
   return process_group;
@@ -75,7 +60,7 @@ void remove(ncclComm_t comm) {
   delete comm;
 }
 
-ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const IdContent& id, int rank, const char* name) {
+ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const IdContent& id, int rank) {
   Machine& machine = Machine::get();
   std::string problem;
   const std::shared_ptr<SharedGroup> shared = SharedGroup::join(id.file, id.number, rank, size, this_thread().device, problem);
@@ -92,62 +77,12 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
     return error(ncclSystemError, "ncclCommInitRank: " + std::to_string(shared->arrived()) + " of " + std::to_string(size) +
                                       " ranks joined in " + std::to_string(machine.config.timeout_seconds) + " seconds");
   }
-  const std::shared_ptr<ProcessGroup> process_group = new_process_group(size, name);
+  const std::shared_ptr<ProcessGroup> process_group = new_process_group(size);
   process_group->shared = shared;
   *comm = new_communicator(process_group, rank);
   process_group->arrived = size;
   for (int other = 0; other < size; ++other) process_group->devices[other] = shared->device_of(other);
   return ncclSuccess;
-}
-
-ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, const ncclConfig_t* config) {
-  if (const ncclResult_t result = check(config)) return result;
-  if (const auto result = expect_below(size, "rank", rank, "ncclCommInitRank", ncclInvalidArgument)) return result;
-  IdContent content;
-  std::memcpy(&content, id.internal, sizeof content);
-  if (std::memcmp(content.magic, kMagic, sizeof kMagic) != 0) {
-    return error(ncclInvalidArgument, "ncclCommInitRank: the id does not come from the CPU device's ncclGetUniqueId");
-  }
-  Call call;
-  if (Machine::get().failed()) return nccl_stopped();
-  if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
-  if (content.file.file >= 0) return init_across_processes(call.lock, comm, size, content, rank, name_in(config));
-  if (content.file.process != getpid())
-    return nccl_not_supported("a communicator of several processes, made without config.processes,");
-  auto& pending = process_groups_in_the_making();
-  std::shared_ptr<ProcessGroup>& slot = pending[content.number];
-  if (!slot) slot = new_process_group(size, name_in(config));
-  const std::shared_ptr<ProcessGroup> process_group = slot;
-  if (process_group->size() != size || process_group->devices[rank] != -1) {
-    Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined " +
-                        process_group->name + " of " + std::to_string(process_group->size()) +
-                        (process_group->size() != size ? "" : ", which already has that rank"));
-    return error(ncclInvalidArgument, Machine::get().report());
-  }
-  *comm = new_communicator(process_group, rank);
-  if (process_group->arrived == size) pending.erase(content.number);
-  if (in_group()) {
-    wait_at_group_end(process_group);
-    return ncclSuccess;
-  }
-  const ncclResult_t result = wait_for_process_group(call.lock, *process_group);
-  if (result != ncclSuccess) remove(std::exchange(*comm, nullptr));
-  return result;
-}
-
-// Forms the new process groups after all ranks have passed color and key. A group is ordered by key, then by old rank.
-void form_process_groups(ProcessGroup::Split& split) {
-  std::stable_sort(split.requests.begin(), split.requests.end(),
-                   [](const auto& a, const auto& b) { return std::pair(a.key, a.rank) < std::pair(b.key, b.rank); });
-  std::map<int, int> sizes;
-  std::map<int, const char*> names;
-  for (const auto& wish : split.requests) {
-    split.new_ranks[wish.rank] = sizes[wish.color]++;
-    if (wish.name) names[wish.color] = wish.name;
-  }
-  for (const auto& [color, size] : sizes) {
-    if (color >= 0) split.process_groups[color] = new_process_group(size, names.count(color) ? names[color] : nullptr);
-  }
 }
 
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
@@ -214,35 +149,37 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
-  return init(comm, size, id, rank, nullptr);
-}
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
-  return init(comm, size, id, rank, config);
-}
-
-ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* result, ncclConfig_t* config) {
-  if (in_group()) return nccl_not_supported("ncclCommSplit in a group");
-  if (const ncclResult_t bad = check(config)) return bad;
+  if (const auto result = expect_below(size, "rank", rank, "ncclCommInitRank", ncclInvalidArgument)) return result;
+  IdContent content;
+  std::memcpy(&content, id.internal, sizeof content);
+  if (std::memcmp(content.magic, kMagic, sizeof kMagic) != 0) {
+    return error(ncclInvalidArgument, "ncclCommInitRank: the id does not come from the CPU device's ncclGetUniqueId");
+  }
   Call call;
-  Machine& machine = Machine::get();
-  if (machine.failed()) return nccl_stopped();
-  if (!known(comm)) return unknown("ncclCommSplit");
-  if (comm->process_group->shared) return nccl_not_supported("ncclCommSplit of a communicator of several processes");
-  if (color < 0 && color != NCCL_SPLIT_NOCOLOR) return error(ncclInvalidArgument, "ncclCommSplit: a negative color");
-  const std::shared_ptr<ProcessGroup> process_group = comm->process_group;
-  const int number = process_group->splits[comm->rank]++;
-  ProcessGroup::Split& split = process_group->split_calls[number];
-  const char* const name = name_in(config);
-  split.requests.push_back({color, key, comm->rank, name ? machine.intern(name) : nullptr});
-  const std::size_t all = process_group->devices.size();
-  if (split.requests.size() == all) form_process_groups(split);
-  machine.progress();
-  const std::string what = "all ranks of " + std::string(process_group->name) + " to split it";
-  if (!machine.wait(call.lock, what, [&] { return split.requests.size() == all; })) return nccl_stopped();
-  *result = color < 0 ? nullptr : new_communicator(split.process_groups[color], split.new_ranks[comm->rank]);
-  const std::shared_ptr<ProcessGroup> mine = color < 0 ? nullptr : split.process_groups[color];
-  if (++split.left == process_group->size()) process_group->split_calls.erase(number);
-  return mine ? wait_for_process_group(call.lock, *mine) : ncclSuccess;
+  if (Machine::get().failed()) return nccl_stopped();
+  if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
+  if (content.file.file >= 0) return init_across_processes(call.lock, comm, size, content, rank);
+  if (content.file.process != getpid())
+    return nccl_not_supported("a communicator of several processes, made without config.processes,");
+  auto& pending = process_groups_in_the_making();
+  std::shared_ptr<ProcessGroup>& slot = pending[content.number];
+  if (!slot) slot = new_process_group(size);
+  const std::shared_ptr<ProcessGroup> process_group = slot;
+  if (process_group->size() != size || process_group->devices[rank] != -1) {
+    Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined " +
+                        process_group->name + " of " + std::to_string(process_group->size()) +
+                        (process_group->size() != size ? "" : ", which already has that rank"));
+    return error(ncclInvalidArgument, Machine::get().report());
+  }
+  *comm = new_communicator(process_group, rank);
+  if (process_group->arrived == size) pending.erase(content.number);
+  if (in_group()) {
+    wait_at_group_end(process_group);
+    return ncclSuccess;
+  }
+  const ncclResult_t result = wait_for_process_group(call.lock, *process_group);
+  if (result != ncclSuccess) remove(std::exchange(*comm, nullptr));
+  return result;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {

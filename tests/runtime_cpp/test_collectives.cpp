@@ -30,7 +30,7 @@ void with_comm(int ranks, const std::function<void(int, ncclComm_t, cudaStream_t
     const ncclUniqueId id = new_id();
     const std::string error = run_ranks(ranks, [&](int r) {
       OK(cudaSetDevice(r));
-      const Comm comm(id, ranks, r, "x");
+      const Comm comm(id, ranks, r);
       const Stream stream;
       body(r, comm, stream);
       OK(cudaStreamSynchronize(stream));
@@ -49,7 +49,7 @@ std::string report_of(int mode, int ranks, const std::function<void(int, ncclCom
   const ncclUniqueId id = new_id();
   run_ranks(ranks, [&](int r) {
     OK(cudaSetDevice(r));
-    const Comm comm(id, ranks, r, "x");
+    const Comm comm(id, ranks, r);
     body(r, comm);
     OK(cudaDeviceSynchronize());
   });
@@ -175,26 +175,6 @@ TEST(collectives_of_nothing) {
   });
 }
 
-TEST(split_by_color_and_key) {
-  with_comm(4, [](int r, ncclComm_t comm, cudaStream_t s) {
-    ncclComm_t half, none;
-    OK(ncclCommSplit(comm, r % 2, -r, &half, nullptr));
-    int rank, size, device;
-    OK(ncclCommUserRank(half, &rank));
-    OK(ncclCommCount(half, &size));
-    OK(ncclCommCuDevice(half, &device));
-    EXPECT(size == 2 && rank == (r < 2 ? 1 : 0) && device == r);
-    const Buffer x(1);
-    OK(set(x, r, 1, s));
-    OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, half, s));
-    EXPECT(fetch<float>(x, 1, s)[0] == (r % 2 ? 4 : 2));
-    OK(ncclCommDestroy(half));
-    OK(ncclCommSplit(comm, r == 0 ? 0 : NCCL_SPLIT_NOCOLOR, 0, &none, nullptr));
-    EXPECT((none != nullptr) == (r == 0));
-    OK(ncclCommDestroy(none));
-  });
-}
-
 TEST(one_thread_can_drive_all_devices) {
   in_every_mode(3, [] {
     ncclComm_t comms[3];
@@ -238,8 +218,9 @@ TEST(a_mismatch_names_both_ranks) {
         OK(ncclBroadcast(h, h, 4, ncclFloat32, 0, comm, nullptr));
     });
     EXPECT_IN("the kinds differ: ", kinds);
-    EXPECT_IN("rank 0 stream 0: all_reduce h over x (test_collectives.cpp:", kinds);
-    EXPECT_IN("rank 1 stream 0: broadcast h over x (test_collectives.cpp:", kinds);
+    EXPECT_IN("rank 0 stream 0: all_reduce h over communicator ", kinds);
+    EXPECT_IN("rank 1 stream 0: broadcast h over communicator ", kinds);
+    EXPECT_IN(" (test_collectives.cpp:", kinds);
     EXPECT_IN("the counts differ: ", report([](int r, ncclComm_t comm, float* h) {
                 OK(ncclAllReduce(h, h, 4 + r, ncclFloat32, ncclSum, comm, nullptr));
               }));
@@ -271,7 +252,8 @@ TEST(a_deadlock_is_a_report) {
       if (r != 3) OK(cudaStreamSynchronize(s));
     });
     EXPECT_IN("deadlock", missing);
-    EXPECT_IN("rank 0 stream 1: all_reduce h over x (test_collectives.cpp:", missing);
+    EXPECT_IN("rank 0 stream 1: all_reduce h over communicator ", missing);
+    EXPECT_IN(" (test_collectives.cpp:", missing);
     EXPECT_IN("waits for ranks 2, 3", missing);
   }
 }
@@ -289,7 +271,7 @@ TEST(sends_outside_a_group_block) {
     hw_cpu_config config = config_of(mode, 2, 4);
     config.buffered_sends = 0;
     const std::string report = report_of(mode, 2, exchange, &config);
-    EXPECT_IN("rank 0 stream 1: send x over x", report);
+    EXPECT_IN("rank 0 stream 1: send x over communicator ", report);
     EXPECT_IN("waits for rank 1", report);
     config.buffered_sends = 1;  // with buffering, as in NCCL for small messages, the same program ends
     configure(config);
@@ -338,9 +320,8 @@ TEST(ordered_launches_find_deadlocks_across_streams) {
 TEST(communications_over_two_channels_must_be_ordered) {
   // Communications of one channel need no additional order. An event orders those of different channels.
   const auto program = [](bool ordered) {
-    return [ordered](int r, ncclComm_t comm) {
-      ncclComm_t other;
-      OK(ncclCommSplit(comm, 0, r, &other, nullptr));
+    return [ordered, id = new_id()](int r, ncclComm_t comm) {
+      const Comm other(id, 2, r);
       const Buffer a(1), b(1), c(1);
       const Stream first, second;
       const Event done;
@@ -353,7 +334,6 @@ TEST(communications_over_two_channels_must_be_ordered) {
       if (ordered) OK(cudaStreamWaitEvent(second, done, 0));
       OK(ncclAllReduce(b, b, 1, ncclFloat32, ncclSum, other, second));
       OK(cudaDeviceSynchronize());
-      OK(ncclCommDestroy(other));
     };
   };
   hw_cpu_config config = config_of(HW_CPU_SEEDED, 2, 0);
@@ -366,10 +346,11 @@ TEST(communications_over_two_channels_must_be_ordered) {
     config.seed = seed;
     configure(config);
     const ncclUniqueId id = new_id();
+    const auto ordered = program(true);
     const std::string error = run_ranks(2, [&](int r) {
       OK(cudaSetDevice(r));
       const Comm comm(id, 2, r);
-      program(true)(r, comm);
+      ordered(r, comm);
     });
     EXPECT(error.empty());
   }
@@ -418,10 +399,6 @@ TEST(bad_arguments) {
   EXPECT(ncclBroadcast(x, x, 4, ncclFloat32, -1, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT(ncclAllReduce(x, x, 4, ncclNumTypes, ncclSum, comms[0], nullptr) == ncclInvalidUsage);
   EXPECT_IN("not supported by the CPU device", ncclGetErrorString(ncclInvalidUsage));
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
-  ncclComm_t other;
-  EXPECT(ncclCommInitRankConfig(&other, 1, new_id(), 0, &config) == ncclInvalidUsage);
   EXPECT(ncclGroupEnd() == ncclInvalidUsage);
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
   EXPECT(ncclCommDestroy(comms[0]) == ncclInvalidArgument);

@@ -139,11 +139,7 @@ std::vector<T> fetch(const T* from, std::size_t count, cudaStream_t stream) {
 }
 
 struct Comm {
-  Comm(const ncclUniqueId& id, int size, int rank, const char* name = nullptr) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.commName = name;
-    OK(ncclCommInitRankConfig(&handle, size, id, rank, &config));
-  }
+  Comm(const ncclUniqueId& id, int size, int rank) { OK(ncclCommInitRank(&handle, size, id, rank)); }
   ~Comm() { ncclCommDestroy(handle); }
   operator ncclComm_t() const { return handle; }
   ncclComm_t handle;

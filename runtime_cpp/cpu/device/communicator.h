@@ -86,7 +86,7 @@ struct Windows {
 };
 
 struct ProcessGroup {
-  explicit ProcessGroup(int size) : devices(size, -1), registered(size, 0), splits(size, 0), issued(size, 0) {}
+  explicit ProcessGroup(int size) : devices(size, -1), registered(size, 0), issued(size, 0) {}
 
   int size() const { return static_cast<int>(devices.size()); }
 
@@ -95,7 +95,7 @@ struct ProcessGroup {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
     return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
-           splits == std::vector<int>(splits.size(), splits.front()) && std::all_of(channels.begin(), channels.end(), met) &&
+           std::all_of(channels.begin(), channels.end(), met) &&
            std::all_of(signals.begin(), signals.end(), [](const auto& entry) { return entry.second->settled(); });
   }
 
@@ -110,21 +110,9 @@ struct ProcessGroup {
     std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched
   };
   std::map<std::pair<int, int>, Channel> channels;  // (sender, receiver)
-  struct Split {
-    struct Wish {
-      int color, key, rank;
-      const char* name;
-    };
-    std::vector<Wish> requests;
-    std::map<int, std::shared_ptr<ProcessGroup>> process_groups;
-    std::map<int, int> new_ranks;  // old rank to new
-    int left = 0;
-  };
-  std::map<int, Split> split_calls;
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
   std::map<int, std::shared_ptr<Windows>> registrations;                      // unfinished registrations, by number
   std::vector<int> registered;                                                // number of windows by rank
-  std::vector<int> splits;                                                    // number of split calls by rank
   std::vector<std::uint64_t> issued;                                          // number of collectives by rank
 };
 

@@ -1,7 +1,6 @@
 // The part of NCCL's API that Hostweave's programs use, as implemented by the CPU device: names, values, signatures
 // and struct layouts are NCCL's own.
 #pragma once
-#include <limits.h>
 #include <stdint.h>
 
 #include "cuda_bf16.h"
@@ -33,31 +32,6 @@ typedef enum {
   ncclInProgress = 7,
   ncclNumResults = 8
 } ncclResult_t;
-
-#define NCCL_CONFIG_UNDEF_INT INT_MIN
-#define NCCL_CONFIG_UNDEF_PTR NULL
-#define NCCL_SPLIT_NOCOLOR -1
-#define NCCL_API_MAGIC 0xcafebeef
-
-// NCCL only appends to this struct; `size` is the size that the caller was compiled with.
-typedef struct ncclConfig_v21700 {
-  size_t size;
-  unsigned int magic;
-  unsigned int version;
-  int blocking;
-  int cgaClusterSize;
-  int minCTAs;
-  int maxCTAs;
-  const char* netName;
-  int splitShare;
-  int trafficClass;
-  const char* commName;
-} ncclConfig_t;
-
-#define NCCL_CONFIG_INITIALIZER                                                                 \
-  {sizeof(ncclConfig_t),  NCCL_API_MAGIC,        NCCL_VERSION(2, 27, 0), NCCL_CONFIG_UNDEF_INT, \
-   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,  NCCL_CONFIG_UNDEF_PTR, \
-   NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR}
 
 typedef enum { ncclNumOps_dummy = 5 } ncclRedOp_dummy_t;
 typedef enum {
@@ -99,8 +73,6 @@ typedef struct {
 ncclResult_t ncclGetVersion(int* version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId);
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank);
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, ncclConfig_t* config);
-ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclCommAbort(ncclComm_t comm);
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count);
