@@ -54,10 +54,6 @@ void run_ranks(int count, const std::function<void(int)>& rank) {
   for (std::thread& thread : threads) thread.join();
 }
 
-void expect(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error(what);
-}
-
 Block::Block(Part part, std::initializer_list<Dim> dims) {
   for (const Dim& dim : dims) {
     const bool is_local = part == Part::kLocal;
@@ -82,33 +78,74 @@ void Block::each(const std::function<void(int64_t, int64_t)>& visit) const {
   }
 }
 
-int sample_digit(uint64_t seed, uint64_t index) {  // SplitMix64 (Steele, Lea and Flood 2014)
-  uint64_t bits = ((seed << 40) + index + 1) * 0x9e3779b97f4a7c15;
-  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
-  bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
-  return int(bits >> 61);
+DeviceTensor::DeviceTensor(const Element& element, const Name& name, cudaDataType_t dtype, Part part,
+                           std::initializer_list<Dim> dims, int twin, bool is_here)
+    : element_(element), name_(name), block_(part, dims), twin_(twin), is_here_(is_here) {
+  tensor_ = {.dtype = dtype, .shape = block_.shape(), .global_shape = block_.global()};
+  HW_CHECK(cudaGetDevice(&tensor_.device));
+  tensor_.data = memory_.reserve(bytes());
 }
 
-void expect_close(const Name& name, const Block& block, const std::function<double(int64_t)>& element,
-                  const std::function<double(int64_t)>& reference, const Tolerance& tolerance) {
-  double greatest = 0;
-  block.each([&](int64_t, int64_t global) {
-    if (std::isfinite(reference(global))) greatest = std::max(greatest, std::abs(reference(global)));
+void DeviceTensor::randomize(uint64_t seed) {
+  Bytes values(bytes());
+  block_.each([&](int64_t i, int64_t global) {  // SplitMix64 (Steele, Lea and Flood 2014)
+    uint64_t bits = ((seed << 40) + global + 1) * 0x9e3779b97f4a7c15;
+    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
+    bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
+    element_.set(values.data(), i, int(bits >> 61));
   });
-  const double allowed = tolerance.roundoffs * tolerance.unit * greatest;
-  block.each([&](int64_t i, int64_t global) {
-    const double computed = element(i), expected = reference(global);
+  HW_CHECK(cudaMemcpy(tensor_.data, values.data(), bytes(), cudaMemcpyHostToDevice));
+}
+
+void DeviceTensor::fill_bytes(int value) const { HW_CHECK(cudaMemset(tensor_.data, value, bytes())); }
+
+Bytes DeviceTensor::to_host() const {
+  Bytes result(bytes());
+  HW_CHECK(cudaMemcpy(result.data(), tensor_.data, bytes(), cudaMemcpyDeviceToHost));
+  return result;
+}
+
+void DeviceTensor::expect_same(const Bytes& before, const Bytes& of_twin) const {
+  if (!is_here_) return;
+  const char* const wrong = to_host() != before ? "two calls differ, or leave elements unwritten"
+                            : before != of_twin ? "differs between ranks"
+                                                : nullptr;
+  if (wrong) throw std::runtime_error(text_of(name_) + ": " + wrong);
+}
+
+void DeviceTensor::expect_close(const Bytes& reference, const Tolerance& tolerance) const {
+  if (!is_here_) return;
+  double greatest = 0;
+  block_.each([&](int64_t, int64_t global) {
+    const double expected = element_.get(reference.data(), global);
+    if (std::isfinite(expected)) greatest = std::max(greatest, std::abs(expected));
+  });
+  const int64_t roundoffs = element_.is_integral ? 0 : tolerance.roundoffs;
+  const double allowed = roundoffs * tolerance.unit * greatest;
+  const Bytes own = to_host();
+  block_.each([&](int64_t i, int64_t global) {
+    const double computed = element_.get(own.data(), i), expected = element_.get(reference.data(), global);
     if (computed == expected || (std::isnan(computed) && std::isnan(expected)) || std::abs(computed - expected) <= allowed)
       return;
     std::ostringstream what;
-    what << text_of(name) << ": element " << i << " of this rank's block is " << computed << ", and " << expected
+    what << text_of(name_) << ": element " << i << " of this rank's block is " << computed << ", and " << expected
          << " in the reference";
-    if (tolerance.roundoffs) {
+    if (roundoffs) {
       what << ": they differ by " << std::abs(computed - expected) / (tolerance.unit * greatest)
-           << " roundoffs of the greatest value, and " << tolerance.roundoffs << " are allowed; roundoffs=NUMBER allows more";
+           << " roundoffs of the greatest value, and " << roundoffs << " are allowed; roundoffs=NUMBER allows more";
     }
     throw std::runtime_error(what.str());
   });
+}
+
+void Tensors::randomize_inputs() {
+  for (size_t i = 0; i < inputs.size(); ++i) inputs[i].randomize(i);
+}
+
+std::vector<Bytes> Tensors::outputs_to_host() const {
+  std::vector<Bytes> all;
+  for (const DeviceTensor& output : outputs) all.push_back(output.to_host());
+  return all;
 }
 
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions) {

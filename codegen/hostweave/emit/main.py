@@ -1,23 +1,20 @@
 """Content of main.cpp, the program in an exported project that runs, checks and times the library."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from hostweave.emit import context
 from hostweave.emit.arguments import CheckedArgument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
-from hostweave.emit.names import CppNames
 from hostweave.emit.program import ProgramSources
 from hostweave.emit.structs import Structs
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
-from hostweave.host_ir.ir import Parameter
 from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType, f16, f32
+from hostweave.types.tensor import DType, TensorType, f16, f32
 from hostweave.types.zigzag import Zigzag
 
 SIZE = 64  # default of a symbolic size; it is rounded up to the divisor that the program needs
@@ -41,35 +38,15 @@ class RankChannel:
 @dataclass(frozen=True)
 class SampleTensor:
     label: str  # C++ of the user's name
-    field: str
     cpp: str
     dtype: str
     dims: str
-    number: int  # index among the inputs
     twin: str  # C++ of the first rank that has the same shard, with which rank r compares its shard
     on: str  # C++ condition: rank r has a shard
 
-    @property
-    def initializer(self) -> str:
-        return f"{self.field}({self.dtype}, part, {self.dims})"
 
-
-class TensorsInTurn:
-    """An array of structs with the tensors of parameter groups, which main.cpp fills and checks in a loop."""
-
-    def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
-        fields = CppNames()
-        sides: dict[str, list[SampleTensor]] = {"in": [], "out": []}
-        self.members_of: dict[str, list[SampleTensor]] = {}  # side ("in" or "out") and name of an array -> fields of its struct
-        for each in arrays:
-            labelled = [(tensors[name], each.label(name, INDEX)) for name in each.groups]
-            own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
-            self.members_of[each.side + each.field] = own
-            sides[each.side] += own
-        base = arrays[0].struct.removesuffix("Inputs").removesuffix("Outputs")
-        self.struct, self.field = view.context.names.of(f"{base}Tensors", "struct"), arrays[0].field
-        self.count, self.inputs, self.outputs = arrays[0].count, sides["in"], sides["out"]
-        self.members = [*self.inputs, *self.outputs]
+# Tensors of one field of Inputs or Outputs: the length of an array of structs and the tensors of one struct, or 0 and a single tensor.
+Field = tuple[int, tuple[SampleTensor, ...]]
 
 
 class Reference:
@@ -95,8 +72,16 @@ class Main:
         divisors = multiples(dedupe_functions(program))
         named = list(zip(program.given_sizes(), view.sizes, strict=False))
         integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
-        numbered = {p.name: (number, p) for number, p in enumerate((*program.arguments, *program.results))}
-        tensors = {x.parameter: _tensor(*numbered[x.name], x, mesh, integers) for x in (*view.inputs, *view.outputs)}
+        types = {p.name: p.type for p in (*program.arguments, *program.results)}
+
+        def fields(arguments: Iterable[CheckedArgument]) -> Iterator[Field]:
+            for x in view.fields(arguments):
+                if isinstance(x, Structs):
+                    members = ((member, x.label(member.parameter, INDEX)) for member in view.members(x))
+                    yield x.count, tuple(_tensor(types[member.name], member, label, mesh, integers) for member, label in members)
+                else:
+                    yield 0, (_tensor(types[x.name], x, x.label, mesh, integers),)
+
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
         # All programs of the project, by folder.
@@ -104,11 +89,7 @@ class Main:
         # the user's name, the C++ name and the default value of each symbolic size
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
-        of_word = groupby(sorted(view.structs, key=_kind), key=_kind)
-        self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_word)
-        # Inputs and outputs that are not in an array of structs.
-        self.inputs = tuple(tensors[x.parameter] for x in view.inputs if x.parameter not in view.context.struct_of)
-        self.outputs = tuple(tensors[y.parameter] for y in view.outputs if y.parameter not in view.context.struct_of)
+        self.inputs, self.outputs = tuple(fields(view.inputs)), tuple(fields(view.outputs))
 
     @property
     def has_reference(self) -> bool:
@@ -141,18 +122,13 @@ class Main:
         return ("reference/program.cpp", *files) if self.has_reference else ()
 
 
-def _tensor(number: int, parameter: Parameter, argument: CheckedArgument, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
-    cpp = parameter.type.dtype.cpp.replace("bool", "uint8_t")  # std::vector<bool> has no data()
-    own = parameter.type.mesh_in(mesh)
-    shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-    shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
-    dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
-    return SampleTensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
-
-
-def _kind(structs: Structs) -> tuple[str, int]:
-    """Key of an array of structs. An array of inputs and one of outputs with the same name and length share one struct."""
-    return structs.field, structs.count
+def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
+    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # a bool is a byte with any value
+    own = type.mesh_in(mesh)
+    shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in type.dims]
+    shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, type.dims, strict=True)]
+    dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(type.dims, shards, strict=True))
+    return SampleTensor(label, cpp, argument.dtype, dims, _twin(type, mesh), _condition(own, mesh))
 
 
 def executable_of(program: str) -> str:
@@ -165,14 +141,14 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
     return "" if mesh is program else membership(mesh, program.size, RANK)
 
 
-def _twin(parameter: Parameter, program: Mesh) -> str:
+def _twin(type: TensorType, program: Mesh) -> str:
     """C++ of the first rank with the same shard of an output as rank r, or of rank r itself if no formula gives the first one."""
-    mesh = parameter.type.mesh_in(program)
-    if not parameter.type.axes:
+    mesh = type.mesh_in(program)
+    if not type.axes:
         return str(mesh.all_ranks[0])
     text = RANK
     for at, (axis, size) in enumerate(mesh.axes):
-        if axis not in parameter.type.axes and size > 1:
+        if axis not in type.axes and size > 1:
             inner = mesh.size_of(tuple(name for name, _ in mesh.axes[at + 1 :]))
             own = coordinate(mesh, axis, RANK)
             text += f" - {own}" + (f" * {inner}" if inner > 1 else "")

@@ -30,10 +30,6 @@ void read(int argc, char** argv, const std::vector<Setting>& settings);
 // Runs `rank` for each rank in its own thread. Exits if one throws, because the others would wait for it.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
-// Throws std::runtime_error unless the condition holds.
-void expect(bool condition, const std::string& what);
-inline void expect(bool condition, const Name& name, const char* what) { expect(condition, text_of(name) + ": " + what); }
-
 // A dim of a global tensor. A rank holds one of `shards` shards. In zigzag it holds two of 2 * shards pieces: number r from
 // either end.
 struct Dim {
@@ -57,8 +53,25 @@ class Block {
   Shape shape_, global_, begin_, shift_;  // shift_: additional global offset of the second piece in zigzag
 };
 
-// Pseudorandom number from 0 to 7, determined by seed and index.
-int sample_digit(uint64_t seed, uint64_t index);
+// Access to the elements of arrays of one type. `set` writes one of 8 values: an integer from 1 to 8, or an odd eighth between
+// -1 and 1.
+struct Element {
+  size_t bytes;
+  bool is_integral;
+  double (*get)(const char* elements, int64_t i);
+  void (*set)(char* elements, int64_t i, int digit);
+};
+
+template <class T>
+constexpr Element kElement = {sizeof(T), std::is_integral_v<T>,
+                              [](const char* elements, int64_t i) {
+                                using Number = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
+                                return double(Number(reinterpret_cast<const T*>(elements)[i]));
+                              },
+                              [](char* elements, int64_t i, int digit) {
+                                reinterpret_cast<T*>(elements)[i] =
+                                    std::is_integral_v<T> ? T(float(1 + digit)) : T(float(2 * digit - 7) / 8);
+                              }};
 
 // Tolerance for floats, in unit roundoffs of the largest reference value.
 struct Tolerance {
@@ -66,61 +79,46 @@ struct Tolerance {
   double unit;
 };
 
-// Throws std::runtime_error unless the block equals its part of the global reference within the tolerance.
-void expect_close(const Name& name, const Block& block, const std::function<double(int64_t)>& element,
-                  const std::function<double(int64_t)>& reference, const Tolerance& tolerance);
+using Bytes = std::vector<char>;
 
-// A tensor of `T` in the memory of the current device.
-template <class T>
+// A tensor in the memory of the current device. `twin` is the first rank with the same block. `is_here` is false if this rank
+// has no block.
 class DeviceTensor {
  public:
-  DeviceTensor(cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims) : block_(part, dims) {
-    tensor_ = {.dtype = dtype, .shape = block_.shape(), .global_shape = block_.global()};
-    HW_CHECK(cudaGetDevice(&tensor_.device));
-    tensor_.data = memory_.reserve(bytes());
-  }
+  DeviceTensor(const Element& element, const Name& name, cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims,
+               int twin = 0, bool is_here = true);
 
   operator Tensor() const { return tensor_; }
 
-  // Integers from 1 to 8, or odd eighths between -1 and 1. Values depend on the global index, so replicas are equal.
-  void randomize(uint64_t seed) {
-    std::vector<T> values(block_.count());
-    block_.each([&](int64_t i, int64_t global) {
-      const int digit = sample_digit(seed, global);
-      values[i] = std::is_integral_v<T> ? T(float(1 + digit)) : T(float(2 * digit - 7) / 8);
-    });
-    HW_CHECK(cudaMemcpy(tensor_.data, values.data(), bytes(), cudaMemcpyHostToDevice));
-  }
-  void fill_bytes(int value) { HW_CHECK(cudaMemset(tensor_.data, value, bytes())); }
-
-  std::vector<char> to_host() const {
-    std::vector<char> result(bytes());
-    HW_CHECK(cudaMemcpy(result.data(), tensor_.data, bytes(), cudaMemcpyDeviceToHost));
-    return result;
-  }
+  // Pseudorandom values that depend on the seed and the global index, so replicas are equal.
+  void randomize(uint64_t seed);
+  void fill_bytes(int value) const;
+  Bytes to_host() const;
+  // Throws std::runtime_error unless it equals its bytes after the previous call, and those of its twin.
+  void expect_same(const Bytes& before, const Bytes& of_twin) const;
   // Throws std::runtime_error unless it equals its block of the reference, which is the bytes of a global tensor.
-  void expect_close(const Name& name, const std::vector<char>& reference, Tolerance tolerance) const {
-    if (std::is_integral_v<T>) tolerance.roundoffs = 0;
-    const std::vector<char> own = to_host();
-    const auto in = [](const std::vector<char>& bytes) {
-      return [values = reinterpret_cast<const T*>(bytes.data())](int64_t i) { return number(values[i]); };
-    };
-    sample::expect_close(name, block_, in(own), in(reference), tolerance);
-  }
+  void expect_close(const Bytes& reference, const Tolerance& tolerance) const;
+
+  int twin() const { return twin_; }
 
  private:
-  size_t bytes() const { return block_.count() * sizeof(T); }
-  static double number(T value) {
-    if constexpr (std::is_arithmetic_v<T>) {
-      return double(value);
-    } else {
-      return double(float(value));
-    }
-  }
+  size_t bytes() const { return block_.count() * element_.bytes; }
 
+  const Element& element_;
+  Name name_;
   Block block_;
+  int twin_;
+  bool is_here_;
   DeviceMemory memory_;
   Tensor tensor_;
+};
+
+// The inputs and outputs of a rank, or the global ones.
+struct Tensors {
+  std::vector<DeviceTensor> inputs, outputs;
+
+  void randomize_inputs();
+  std::vector<Bytes> outputs_to_host() const;
 };
 
 // Median times of several calls.
