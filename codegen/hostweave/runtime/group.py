@@ -308,15 +308,7 @@ class Group(FallibleGroup):
         If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
         times out. `waits_for` is appended to that message.
         """
-        try:
-            records = self._gather(str(signature), timeout)
-        except (PeerLost, Failed, TimeoutError) as failure:
-            problem = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
-            self.fail(problem)
-            raise ExecutionError(f"{signature.program}: {problem.removesuffix(waits_for)}{waits_for}") from None
-        except BaseException as interruption:
-            self.fail(f"rank {self.rank}: {reason_of(interruption)}")
-            raise
+        records = self._gather(str(signature), timeout, f"{signature.program}: ", waits_for)
         if error:
             raise error
         signatures = [CallSignature.parse(record) for record in records]
@@ -369,7 +361,7 @@ class Group(FallibleGroup):
         if self.rank and path:
             with contextlib.suppress(OSError):
                 barrier = HostBarrier(self.rank, self.count, path)
-        all_have = all(record == "True" for record in self._gather(str(barrier is not None), self.call_timeout))
+        all_have = self.all_true(barrier is not None)
         if barrier:
             barrier.forget_path()
         return (barrier if all_have else None,)
@@ -379,17 +371,24 @@ class Group(FallibleGroup):
 
         Raises ExecutionError if a rank fails or does not call it within `call_timeout`.
         """
-        try:
-            return all(record == "True" for record in self._gather(str(value), self.call_timeout))
-        except (PeerLost, Failed, TimeoutError) as failure:
-            problem = str(failure) if isinstance(failure, Failed) else timed_out(self.call_timeout, getattr(failure, "ranks", (0,)))
-            self.fail(problem)
-            raise ExecutionError(problem) from None
+        return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 
-    def _gather(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks. Raises TimeoutError, at most a second after the timeout, if the store does not answer."""
+    def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
+        """Returns the records of all ranks. Fails the group if a rank fails or times out, or if the wait is interrupted.
+
+        The error of another rank begins with `where` and ends with `waits_for`. It comes at most a second after the timeout if the store
+        does not answer.
+        """
         gather = partial(self.exchange.gather, record, timeout)
-        return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
+        try:
+            return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
+        except (PeerLost, Failed, TimeoutError) as failure:
+            problem = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
+            self.fail(problem)
+            raise ExecutionError(f"{where}{problem.removesuffix(waits_for)}{waits_for}") from None
+        except BaseException as interruption:
+            self.fail(f"rank {self.rank}: {reason_of(interruption)}")
+            raise
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """Returns the module's program on this rank. Creates the channels that the program needs and the rank lacks. Collective."""
