@@ -109,7 +109,7 @@ struct ProcessGroup {
   struct Channel {
     std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched
   };
-  std::map<std::pair<int, int>, Channel> channels;  // (sender, receiver)
+  std::map<std::pair<int, int>, Channel> channels;                            // (sender, receiver)
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
   std::map<int, std::shared_ptr<Windows>> registrations;                      // unfinished registrations, by number
   std::vector<int> registered;                                                // number of windows by rank
