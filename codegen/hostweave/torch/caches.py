@@ -174,7 +174,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches, because the module itself would update the given caches."""
+    """Copies the attributes of returned cache layers to the given caches. The given caches are then as after a call of the module."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:

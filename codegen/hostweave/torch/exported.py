@@ -93,7 +93,7 @@ def exported(
             except Exception:
                 if not repeats.has_indices:
                     raise
-                why = "an index in a cache is used where only an int is accepted"  # otherwise the next call raises again
+                why = "an index in a cache is used where only an int is accepted"  # another error recurs in the next call
                 repeats.how = dict.fromkeys(repeats.layers, "")
             if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
@@ -277,7 +277,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         if cls is CheckpointFunction:  # reentrant checkpoint: ignored, because the values to save are chosen for the whole graph
             function, _, *given = args
             return function(*given)
-        if not cls.__module__.startswith("torch._"):  # torch's own functions belong to the tracing
+        if not cls.__module__.startswith("torch._"):  # functions that torch itself uses for tracing
             return call_function(cls, args, kwargs)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 

@@ -45,7 +45,7 @@ def _defer_stops() -> None:
 
 
 def _prepare_cache(module: Any, config: Any, kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
-    """Overrides a method of transformers that marks all given caches as the user's. The caches in `_own` are not."""
+    """Overrides a method of transformers that marks all given caches as the user's. Removes the mark from the caches in `_own`."""
     found = super(type(module), module)._prepare_cache_for_generation(config, kwargs, *args, **others)
     for cache in (one for one in map(kwargs.get, _CACHE_WORDS) if one is not None and one in _own):
         cache._is_user_defined = False

@@ -169,8 +169,8 @@ class Repeats:
         return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why a traced layer cannot represent equal layers, or "". Reasons are a write, a value that the layer reads but does not
-        take as an argument, and a value that others read but it does not return."""
+        """Reason why a traced layer cannot represent equal layers, or "". Reasons are a write, a value from outside that is not an
+        argument, and a value that others read but that is not a result."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)

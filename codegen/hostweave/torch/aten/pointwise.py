@@ -166,7 +166,7 @@ def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch, because a power differs from them: sqrt(-inf) is NaN."""
+    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch. A power would differ: (-inf)^0.5 is inf, but sqrt(-inf) is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
