@@ -133,6 +133,24 @@ def test_functions_are_exact_over_the_whole_range() -> None:
     assert {kind: most for kind, most in worst.items() if most > MORE_STEPS.get(kind, 2)} == {}
 
 
+def test_equality_rounds_its_operands(target: str) -> None:
+    """A computed bf16 is rounded before it is compared, as in torch. Many elements of a row are then equal."""
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16[8, 300])
+    def program(x):
+        y = hw.tanh(x * 0.01)
+        return y, y == hw.max(y, 1, keepdims=True), y != hw.max(y, 1, keepdims=True)
+
+    x = torch.linspace(200, 300, 8 * 300).to(torch.bfloat16).reshape(300, 8).T.contiguous()
+    compiled = hw.compile(program, target)
+    given = x.float().numpy().astype(numpy_dtype(hw.bf16))
+    y, is_largest, is_smaller = (np.asarray(one, dtype=np.float64) for one in compiled.run(x=given))
+    np.testing.assert_array_equal(is_largest, y == y.max(1, keepdims=True))
+    np.testing.assert_array_equal(is_smaller, 1 - is_largest)
+    assert (is_largest.sum(1) > 1).all()
+    compiled.close()
+
+
 @needs_cuda
 @pytest.mark.usefixtures("kernels_together")
 @pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32, hw.i16], ids=str)

@@ -238,3 +238,27 @@ def test_constants_that_are_named_as_an_argument_have_no_gradients() -> None:
     module, x = Pooled(), torch.randn(2, 3, 8, requires_grad=True)
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=True)
     torch.testing.assert_close(*(torch.autograd.grad(call(x).square().sum(), x) for call in (model, module)))
+
+
+class Peaks(nn.Module):
+    """The gradient of its maximum finds the elements that are equal to the maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(3, 12)
+
+    def forward(self, x: Any) -> Any:
+        y = F.pixel_shuffle(F.silu(self.norm(x)), 2)
+        return F.avg_pool2d(y, 2).amax((2, 3))
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_gradients_of_maxima_of_values_that_could_be_computed_again(ranks: int, dtype: Any) -> None:
+    torch.manual_seed(0)
+    module, x = Peaks().to(dtype), torch.randn(4, 12, 6, 6, dtype=dtype)
+    want = copy.deepcopy(module)
+    plan = {"x": "dp, -, -, -"} if ranks > 1 else {}
+    hostweave.torch.compile(module, hw.Mesh(dp=ranks), plan, (x,), training=True)(x).sum().backward()
+    want(x).sum().backward()
+    for one, other in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.5 if dtype == torch.bfloat16 else 1e-4)

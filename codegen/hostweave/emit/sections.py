@@ -153,6 +153,12 @@ class Section:
                 self.texts[at] = text
         return self.texts[name]
 
+    def rounded(self, name: str) -> str:
+        """C++ of a value, rounded to its dtype, as a store rounds it."""
+        text, dtype = self.value(name), self.kernel.types[name].dtype
+        op = None if name in self.kernel.pointers else self.kernel.made[name]
+        return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text
+
     def operands(self, name: str) -> Iterator[str]:
         """Operands of a value that this scope must compute first. None for values that are loaded or computed elsewhere."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
@@ -279,7 +285,8 @@ class Section:
         types = operand_types(op, self.kernel.types)
         if not OPS[op.kind].cpp:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
-        texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
+        value = self.rounded if OPS[op.kind].rounds_operands else self.value
+        texts = [value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
         if self.outer and OPS[op.kind].prepared and op.operands[-1] in self.kernel.ir.prepared:
             texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype

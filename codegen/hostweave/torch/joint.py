@@ -30,7 +30,7 @@ from hostweave.torch.ops import Silu, call_recorded, composed_attention, matmul,
 from hostweave.torch.patterns import repeated, rotated, word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
 from hostweave.torch.repeats import write_out
-from hostweave.torch.saved import read_rows, save_alike, save_sources, saved_names, take_views_again
+from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sources, saved_names, take_views_again
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
@@ -59,6 +59,8 @@ class Joint:
         """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
         self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
+            if save_compared(self.whole, self.backward):
+                self._cut()
             for change in (save_alike, save_sources):
                 if change(self.whole, self._kept):
                     self._cut()

@@ -55,6 +55,21 @@ def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
     return found
 
 
+def save_compared(whole: GraphModule, backward: GraphModule) -> bool:
+    """Saves floats that the backward graph tests for equality, such as the operand of `amax`. A value that is computed again may be rounded
+    in another way, and would then not be equal. Returns False if nothing changes."""
+    names = set[str]()
+    for test in (node for node in backward.graph.nodes if op_of(node) in ("eq.Tensor", "ne.Tensor")):
+        for operand in test.all_input_nodes:
+            while _is_view(operand):
+                operand = operand.all_input_nodes[0]
+            if operand.meta["val"].is_floating_point() and operand.op != "placeholder" and "nn_module_stack" in operand.meta:
+                names.add(operand.name)
+    for node in (node for node in whole.graph.nodes if node.name in names):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return bool(names)
+
+
 def _splits(view: Any) -> bool:
     """True for a view that only splits the last dim. False for a view that may merge dims, because merged dims that are not contiguous need
     a copy.

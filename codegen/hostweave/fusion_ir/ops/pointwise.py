@@ -243,8 +243,10 @@ OPS["gelu_tanh"] = OpDef(
 
 # --- comparisons and logic --------------------------------------------------------------------------------------------
 
-equal = _binary("equal", "True if a is equal to b.", "{0} == {1}", kinds=(), is_comparison=True, written="a == b")
-not_equal = _binary("not_equal", "True if a differs from b.", "{0} != {1}", kinds=(), is_comparison=True, written="a != b")
+equal = _binary("equal", "True if a is equal to b.", "{0} == {1}", kinds=(), is_comparison=True, rounds_operands=True, written="a == b")
+not_equal = _binary(
+    "not_equal", "True if a differs from b.", "{0} != {1}", kinds=(), is_comparison=True, rounds_operands=True, written="a != b"
+)
 less = _binary("less", "True if a is less than b.", "{0} < {1}", kinds=(), is_comparison=True, written="a < b")
 less_equal = _binary("less_equal", "True if a is at most b.", "{0} <= {1}", kinds=(), is_comparison=True, written="a <= b")
 greater = _binary("greater", "True if a is greater than b.", "{0} > {1}", kinds=(), is_comparison=True, written="a > b")
