@@ -14,11 +14,12 @@ from hostweave.base.errors import BuildError
 from hostweave.build.toolchain import ENQUEUING, Toolchain
 from hostweave.targets.target import find_target
 
-# Headers that programs and bindings include. A C++ compiler compiles kernels only for the CPU target.
+# Headers that programs and bindings include, and those of kernels. A C++ compiler compiles kernels only for the CPU target.
 HEADERS = (
     *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
 )
+OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 # Inline functions of the standard headers use these templates. The constants below instantiate them in the precompiled header. Otherwise
 # g++ would instantiate them in each file.
@@ -52,15 +53,12 @@ static_assert(string_is_instantiated() && list_is_instantiated());
 #endif
 #endif
 """
-STANDARD = {
-    PROGRAM: "#include <array>\n#include <optional>\n",
-    # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
-    KERNELS: "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n",
-}
+# Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
+STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"
 LIBRARY = "-fvisibility=default"  # option used only for the runtime library
 HEADERS_OF = {
-    ("cpu", PROGRAM): HEADERS,
-    ("cpu", KERNELS): ("kernel", "lanes", "launch", "rows", "terms", "types"),
+    ("cpu", PROGRAM): (*HEADERS, *OF_KERNELS),
+    ("cpu", KERNELS): OF_KERNELS,
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
@@ -110,12 +108,12 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        header.write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in headers) + INSTANTIATED)
+        header.write_text(STANDARD + "".join(f'#include "hostweave/{name}.h"\n' for name in headers) + INSTANTIATED)
         yield _case(toolchain, what, str(header), level)
 
 
 def _level(what: str, optimised: Collection[str]) -> list[str]:
-    return [] if what in optimised else ["-O0"]
+    return [] if what in optimised else ["-O0", "-fwrapv"]  # kernels, which may be part of a program's file, need -fwrapv
 
 
 def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str:

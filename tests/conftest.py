@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from hostweave.base.errors import BuildError
 from hostweave.build import make, nvrtc
 from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
+from hostweave.build.toolchain import ONLY_ENQUEUE, Toolchain
 from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
+        pytest.MonkeyPatch().setattr("hostweave.build.make.compiled_together", with_kernels)
         # On one core, the kernel files of the runtime compile faster as a whole than in parts.
         pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
@@ -99,6 +101,12 @@ def build_runtime() -> None:
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):
             library.make()
+
+
+def with_kernels(sources: Sequence[str], toolchain: Toolchain) -> Sequence[str]:
+    """Files that are one unit of the quick compiler: kernels too, because most of their time goes to starting the compiler."""
+    is_quick = not toolchain.kernel_compiler and toolchain.compiler == Path(os.environ[OPTIMISING]).with_name("c++")
+    return [name for name in (*ONLY_ENQUEUE, KERNELS) if name in sources] if is_quick else ONLY_ENQUEUE
 
 
 @pytest.fixture

@@ -4,6 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from hostweave.build.toolchain import ONLY_ENQUEUE
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles kernels as a separate file, as for users."""
+    monkeypatch.setattr("hostweave.build.make.compiled_together", lambda *_: ONLY_ENQUEUE)
+
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

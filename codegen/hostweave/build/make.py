@@ -80,8 +80,9 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
     linker fails.
     """
-    (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in ONLY_ENQUEUE))
-    files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in ONLY_ENQUEUE)]
+    together = compiled_together(sources, toolchain)
+    (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in together))
+    files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in together)]
     entries = {file: _entry(file, folder, (folder / file).read_text(), toolchain) for file in files}
     missing = [file for file in files if not lookup(entries[file])]
     _compile(folder, missing, toolchain)
@@ -93,6 +94,11 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     cached = [f"{library.path.relative_to(root())}\n" for library in linked if library.soname]
     (folder / LIBRARIES_FILE).write_text("".join(cached))
     run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, linked)], folder)
+
+
+def compiled_together(_sources: Sequence[str], _toolchain: Toolchain) -> Sequence[str]:
+    """Files of a program that are compiled as one unit. Tests replace this function."""
+    return ONLY_ENQUEUE
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
