@@ -179,7 +179,7 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
             wanted = _in_torch(_first_term, _step, x, n, factors)
             ways = {
                 name: is_one_shot for name, is_one_shot in FLASHINFER.items() if is_one_shot or rows > ranks
-            }  # two-shot needs these rows
+            }  # the two-shot kernel needs more rows than ranks
             calls: Calls = {f"FlashInfer {name} in a graph": in_a_graph(partial(steps, is_one_shot)) for name, is_one_shot in ways.items()}
             for name, call in calls.items():
                 _expect(f"{name}, {rows} rows", call(), wanted)

@@ -17,7 +17,7 @@ from peers.report import print_machine
 WARMUPS = 5
 POLL_SECONDS = 0.2
 
-# Function of a rank and the number of ranks that yields groups of calls by name. The calls of a group are timed alternately.
+# Takes a rank and the number of ranks, and yields groups of calls by name. The calls of a group are timed alternately.
 Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
