@@ -159,7 +159,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
-    """If a rank has a part of each piece of the sequence, work is balanced. Keys are gathered without a copy."""
+    """The sequence is divided into pieces, and each rank has a part of each, so that work is balanced. Keys are gathered without a copy."""
     pieces, length = 4, 8
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])

@@ -144,7 +144,7 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
         assert [row.name for row in plans[0].rows] == ["%h", "%matmul_down1"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%g"]
         many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
-        assert 4 * many.peak == plans[2].peak  # 4 of 16 micro-batches, one per stream
+        assert 4 * many.peak == plans[2].peak  # each of the 4 streams has buffers for one of 16 micro-batches
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:

@@ -204,7 +204,7 @@ def on_ranks(function: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.extra
 def test_backend_on_dtensors(mesh: Any) -> None:
-    """The plan follows from the placements of parameters, arguments and results. The result is a DTensor, as in torch."""
+    """Placements of parameters, arguments and results determine the shardings. The result is a DTensor, as in torch."""
     module = Model().eval()
 
     def call(rank: int) -> Any:

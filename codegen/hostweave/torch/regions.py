@@ -1,8 +1,9 @@
 """Models compiled in regions, by `torch.compile(model, backend="hostweave")` or `hostweave.torch.compile(..., fullgraph=False)`.
 
 Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
-plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors are the plan.
-Unsupported ops split a graph further. These ops run eagerly on the DTensors that the previous program returns.
+plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors determine the
+shardings, instead of a plan. Unsupported ops split a graph further. These ops run eagerly on the DTensors that the previous program
+returns.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class ModelInRegions(Delegating):
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements are the plan.
+    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements determine the shardings.
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """

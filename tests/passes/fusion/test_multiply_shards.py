@@ -117,7 +117,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """The cost model compares copies of shards with matmuls of single shards, which use fewer multiprocessors."""
+    """The cost model chooses between one matmul, which needs copies of shards, and a matmul per shard, which uses fewer multiprocessors."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]
