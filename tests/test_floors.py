@@ -146,7 +146,7 @@ def test_private_names_stay_in_their_modules() -> None:
 
 
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
-    """Each file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
+    """Each file of `passes/fusion` and `passes/host` has one pass, which no other pass imports."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")
     files = [path for folder in folders for path in (PACKAGE / "passes" / folder).glob("*.py") if path.name != "__init__.py"]
     assert {path.stem for path in files} == names - {"lower_to_host"}
@@ -193,7 +193,7 @@ def test_schedules_are_not_compared() -> None:
     """Code calls methods of schedules and transports, and does not compare them with particular ones."""
     names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
-    }  # a reshard to one rank, too
+    }  # also the name of a reshard to one rank
     compared = [
         f"{path.relative_to(PACKAGE)}:{ast.unparse(node)}"
         for path in modules()
@@ -213,7 +213,7 @@ def test_names_of_transports_are_not_compared() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
     registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
-    assert registers == {"transports", "emit"}  # all other code uses methods that do not mention registration
+    assert registers == {"transports", "emit"}  # all other code need not know which transports register memory
 
 
 # Code that tests for a class, because there is no trait for it: alignment and epilogues of cuBLASLt, shared plans, fusion of launches,

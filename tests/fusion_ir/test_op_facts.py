@@ -253,7 +253,7 @@ RENUMBERED = """fusion @r(%x: f64[M@x, N]) mesh(x=2) {
 
 
 def test_renumber_moves_no_element() -> None:
-    """The block of each rank stays the same. Only the numbers of its rows change."""
+    """The rows of each rank stay the same. Only their positions in the global tensor change."""
     fusion = Fusion.parse(RENUMBERED)
     case = only(fusion, "renumber")
     expect_linear(case, OPS["renumber"].linear)
@@ -279,7 +279,7 @@ STEPS = {  # steps of reshards, on a mesh of 2 x 2
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_of_a_reshard_keeps_the_values(kind: str) -> None:
-    """The program of the step alone computes what the fusion does, at sizes that ranks share evenly and unevenly."""
+    """The program of a fusion with only this step gives the results of the fusion, at even and uneven sizes."""
     dim, body = STEPS[kind]
     fusion = Fusion.parse(f"fusion @f(%x: f32[{dim}, K]) mesh(x=2, y=2) {{\n{body}\nreturn %y\n}}\n")
     made = stages(fusion, Options())

@@ -105,7 +105,7 @@ def test_flat() -> None:
 
 @pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
 def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
-    """On one rank results are the same, although the types of the kernels name the axis."""
+    """On one rank there are no channels, although the types of the kernels name a mesh axis."""
     for fusion in (rows(1), flat(1)):
         assert lower(fusion, Options(transport=transport)).channels == ()
 
