@@ -20,7 +20,7 @@ from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.graph import Graph
-from hostweave.torch.held import tensor_of
+from hostweave.torch.held import block_of, tensor_of
 from hostweave.torch.ranges import Ranges
 
 
@@ -121,11 +121,7 @@ class ProgramPart:
         return self._bound[rank]
 
     def _block(self, name: str, held: torch.Tensor, rank: int | None) -> torch.Tensor:
-        tensor: Any = held.detach()
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor() if rank is None else tensor.to_local()
-        block: Any = tensor if rank is None else self.graph.input_types[name].shard(tensor, rank, self.graph.mesh)
-        return block  # type: ignore[no-any-return]
+        return block_of(held, rank, self.graph.input_types[name], self.graph.mesh)  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
         """Names of the tensors that each rank has whole, but whose blocks are not contiguous."""

@@ -270,11 +270,10 @@ class CompiledModule(Delegating):
         for check in self._graph.checks:  # raises the errors that torch raises, after waiting for the values
             given: Any = check.args
             given[1](known[given[2]], *given[3:], **check.kwargs)
-        return self._returned(made)
+        return self._returned(known)
 
-    def _returned(self, made: Mapping[Node, Any]) -> Any:
+    def _returned(self, known: Mapping[Node, Any]) -> Any:
         """Builds the module's result from the values of the graph's nodes."""
-        known = {**self._graph.constants, **made}
 
         def value(node: Any) -> Any:
             if is_complex(node):

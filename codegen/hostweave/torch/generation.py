@@ -207,7 +207,8 @@ class Generation:
         if group is not None and is_new:
             whole = caches.shapes(cache)
             caches.continued(kwargs, program.cut(kwargs, group.rank))
-            self._whole |= {name: tuple(map(_if_other, whole[name], has)) for name, has in caches.shapes(cache).items()}
+            for name, own in caches.shapes(cache).items():
+                self._whole[name] = tuple(0 if size == has else size for size, has in zip(whole[name], own, strict=True))
             self._ranks[group.rank].kept = caches.Kept(cache, empty, allocated, sizes)
         return program(**kwargs)
 
@@ -263,7 +264,3 @@ def _is_alike(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-def _if_other(size: int, own: int) -> int:
-    return 0 if size == own else size

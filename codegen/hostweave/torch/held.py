@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType
+
 
 class Held:
     """Tensors of a module that a program reads in place. The program sees writes to them, but not their replacement."""
@@ -71,6 +74,22 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
     """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
+
+
+def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
+    """The block of a rank of the group. The whole tensor if `rank` is None, because all ranks are then in this process."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor() if rank is None else tensor.to_local()
+    return tensor if rank is None else type.shard(tensor, rank, mesh)
+
+
+def placed_like(parameter: Any, block: Any) -> Any:
+    """Makes a rank's block a DTensor with the layout of the parameter, if the parameter is a DTensor."""
+    if not isinstance(parameter, DTensor) or block is None:
+        return block
+    layout, shape, stride = (parameter.device_mesh, parameter.placements), parameter.shape, parameter.stride()
+    return DTensor.from_local(block, *layout, run_check=False, shape=shape, stride=stride)
 
 
 def _is_tensor(module: nn.Module, path: str) -> bool:

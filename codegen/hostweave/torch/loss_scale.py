@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.torch.aten import cast
+from hostweave.torch.updates import widened
 
 SCALE = "loss_scale"  # input of the programs: the gradient of the loss
 
@@ -46,7 +46,7 @@ class LossScale:
 
 def unscaled(gradients: Sequence[hw.Tensor], scale: hw.Tensor) -> tuple[list[hw.Tensor], hw.Tensor]:
     """Divides gradients by the scale. Also returns the number of elements that are not finite."""
-    wide = [cast(one, torch.float32) if one.dtype != hw.f64 else one for one in gradients]
+    wide = list(map(widened, gradients))
     counts = [hw.sum(hw.astype(one - one != 0, hw.f32)) for one in wide]
     inverse = 1 / scale
     made = [hw.astype(one * hw.astype(inverse, one.dtype), of.dtype) for one, of in zip(wide, gradients, strict=True)]

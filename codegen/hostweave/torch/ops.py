@@ -64,11 +64,17 @@ def _inputs(inputs: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> Gradients:
+def _linear_shape(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *scaling: str) -> Gradients:
+    of_rows = ops.scaled_product_of_rows if scaling else ops.matmul_of_rows
     return (
-        matmul(dy, weight) if needed[0] else None,
-        ops.matmul_of_rows(dy, x) if needed[1] else None,
+        (ops.scaled_product(dy, weight.t(), *scaling) if scaling else matmul(dy, weight)) if needed[0] else None,
+        of_rows(dy, x, *scaling) if needed[1] else None,
         dy.sum(tuple(range(dy.ndim - 1))) if needed[2] else None,
+        *(None for _ in scaling),
     )
 
 
@@ -92,31 +98,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return made
 
 
-_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    lambda x, w, _: x.new_empty((*x.shape[:-1], w.shape[0])),
-    _linear_backward,
-    _inputs,
-)
+_op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_shape, _linear_backward, _inputs)
 _op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmul_shape, _matmul_backward, _inputs)
 _op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])))
 
 
-def _scaled_linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, scaling: str) -> Gradients:
-    return (
-        ops.scaled_product(dy, weight.t(), scaling) if needed[0] else None,
-        ops.scaled_product_of_rows(dy, x, scaling) if needed[1] else None,
-        dy.sum(tuple(range(dy.ndim - 1))) if needed[2] else None,
-        None,
-    )
-
-
-_op(
-    "scaled_linear(Tensor x, Tensor weight, Tensor? bias, str scaling) -> Tensor",
-    lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
-    _scaled_linear_backward,
-    _inputs,
-)
+_op("scaled_linear(Tensor x, Tensor weight, Tensor? bias, str scaling) -> Tensor", _linear_shape, _linear_backward, _inputs)
 
 
 def _frozen(*_: Any) -> Gradients:
@@ -125,10 +112,10 @@ def _frozen(*_: Any) -> Gradients:
 
 _op(
     "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? bound, str scaling) -> Tensor",
-    lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
+    _linear_shape,
     _frozen,
 )
-_op("scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor", lambda dy, w, _: dy.new_empty((*dy.shape[:-1], w.shape[0])))
+_op("scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor", _linear_shape)
 _op("scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor", lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])))
 
 

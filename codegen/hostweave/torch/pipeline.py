@@ -18,7 +18,7 @@ from hostweave.options import Options, options_of
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import not_traced
-from hostweave.torch.held import tensor_of
+from hostweave.torch.held import block_of, placed_like, tensor_of
 from hostweave.torch.pipeline_program import PipelineInputs, recorded
 from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
@@ -78,7 +78,9 @@ class Pipeline:
                 self._inputs.updates[number].ended(of_stage)
             for (stage, path), gradient in zip(self._inputs.updated, others if self._inputs.updated else (), strict=True):
                 if gradient is not None:
-                    self._accumulate(tensor_of(stage.module, path), gradient, group)
+                    parameter = tensor_of(stage.module, path)
+                    added = placed_like(parameter, gradient) if group else gradient
+                    parameter.grad = added if parameter.grad is None else parameter.grad + added
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
@@ -117,19 +119,9 @@ class Pipeline:
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
         """Argument of the program for a tensor: this rank's block, or the whole tensor if all ranks are in this process."""
-        tensor = held.detach()
-        if rank is None:
-            return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-        if rank not in type.mesh_in(self.program.mesh).all_ranks:
+        if rank is not None and rank not in type.mesh_in(self.program.mesh).all_ranks:
             return None
-        block: Any = tensor.to_local() if isinstance(tensor, DTensor) else type.shard(tensor, rank, self.program.mesh)
-        return block.contiguous()
-
-    def _accumulate(self, parameter: Any, gradient: Any, group: Group | None) -> None:
-        if isinstance(parameter, DTensor) and group:
-            of_mesh = parameter.device_mesh, parameter.placements
-            gradient = DTensor.from_local(gradient, *of_mesh, run_check=False, shape=parameter.shape, stride=parameter.stride())
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return block_of(held, rank, type, self.program.mesh).contiguous()
 
     def _expect_unchanged(self) -> None:
         for stage in self._inputs.stages:

@@ -39,6 +39,7 @@ from hostweave.torch.region import ModelPart, Region, RegionPlan
 from hostweave.torch.training import TrainingModule
 from hostweave.types.mesh import Mesh
 
+_OF_MODEL = re.compile(r"^\w\['[^']*'\]\.?")  # `L['self'].`, with which names of Dynamo begin
 _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['([^']+)'\]")
 
 
@@ -76,7 +77,7 @@ class Backend:
                 found[node.name] = self._names.get(id(value), ".".join(words)), value
         for node in graph.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
-            paths = {key: (self._paths.get(key.partition("@")[0], _relative(name)), kind) for key, (name, kind) in stack.items()}
+            paths = {key: (self._paths.get(key.partition("@")[0], _OF_MODEL.sub("", name)), kind) for key, (name, kind) in stack.items()}
             node.meta["custom"] = {MARK: node.name, "stack": paths}
         return found
 
@@ -142,11 +143,6 @@ class Backend:
                 lines.append(f"{number}: compiled{at}: {passes}{len(part.nodes)} ops{costs}")
         lines += [f"graph break at {place}: {reason}" for place, reason in dict.fromkeys(self.breaks)]
         return "\n".join(lines)
-
-
-def _relative(name: str) -> str:
-    """Removes `L['self'].` from a name of Dynamo: `layers.0`."""
-    return re.sub(r"^\w\['[^']*'\]\.?", "", name)
 
 
 class _CalledModule(nn.Module):

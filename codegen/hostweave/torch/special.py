@@ -100,18 +100,19 @@ def _psi(n: int) -> float:
     return -EULER + sum(1 / k for k in range(1, n))
 
 
+def _psi_series(order: int, z: Any, count: int) -> Any:
+    terms = (sum(_psi(k + j) for j in range(1, order + 2)) / (math.factorial(k) * math.factorial(k + order)) for k in range(count))
+    return _power_series(z, list(terms))
+
+
 def _k_scaled(order: int) -> Callable[[Any], Any]:
     """exp(x) K(x). Uses the series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) for larger x."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)
         z, log = low * low / 4, torch.log(low / 2)
-        factorial = [math.factorial(k) for k in range(9)]
-        if order:
-            sums = _power_series(z, [(_psi(k + 1) + _psi(k + 2)) / (factorial[k] * factorial[k + 1]) for k in range(7)])
-            series = log * _i1(low) + 1 / low - low / 4 * sums
-        else:
-            series = -log * _i0(low) + _power_series(z, [_psi(k + 1) / factorial[k] ** 2 for k in range(7)])
+        sums = _psi_series(order, z, 7)
+        series = log * _i1(low) + 1 / low - low / 4 * sums if order else sums - log * _i0(low)
         high, step = x.clamp(min=1.0), 0.2
         total: Any = torch.full_like(high, 0.5)
         for k in range(1, 21):
@@ -153,12 +154,8 @@ def _y(order: int) -> Callable[[Any], Any]:
     def function(x: Any) -> Any:
         low = x.clamp(max=2.0)
         z, log = low * low / 4, torch.log(low / 2)
-        factorial = [math.factorial(k) for k in range(11)]
-        if order:
-            sums = _power_series(-z, [(_psi(k + 1) + _psi(k + 2)) / (factorial[k] * factorial[k + 1]) for k in range(10)])
-            series = (2 * log * j(low) - 2 / low - low / 2 * sums) / math.pi
-        else:
-            series = (2 / math.pi) * (log * j(low) - _power_series(-z, [_psi(k + 1) / factorial[k] ** 2 for k in range(10)]))
+        sums = _psi_series(order, -z, 10)
+        series = (2 * log * j(low) - 2 / low - low / 2 * sums) / math.pi if order else (2 / math.pi) * (log * j(low) - sums)
         middle = x.clamp(2.0, _FAR)
         waves: Any = sum(torch.sin(middle * math.sin(math.pi * at) - order * math.pi * at) * weight for at, weight in nodes)
         end = torch.asinh(20 / middle)

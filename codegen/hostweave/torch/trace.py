@@ -139,18 +139,14 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
         return full(Result((value.dtype,), (shape_of(value),), of), graph.uniform[node])
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         adds_dims = all(values[other].ndim < value.ndim for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor))
-        is_number = not adds_dims and not _takes_tensors(user)
+        is_pointwise = not isinstance(user.target, torch._ops.OpOverload) or torch.Tag.pointwise in user.target.tags
+        is_number = not adds_dims and is_pointwise  # other ops may require a tensor instead of a number
         return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
         return size_of(value)
     if isinstance(value, torch.Tensor):
         raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is not an input", location(user))
     return value
-
-
-def _takes_tensors(node: Node) -> bool:
-    """True if an op may require a tensor instead of a number. Pointwise ops accept both."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
 def _run(graph: Graph, values: NodeValues, node: Any) -> None:

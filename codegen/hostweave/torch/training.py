@@ -19,7 +19,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.torch.bound import ProgramPart
 from hostweave.torch.compiled import CompiledModule
-from hostweave.torch.held import tensor_of
+from hostweave.torch.held import placed_like, tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
 from hostweave.torch.updates import local
@@ -74,10 +74,10 @@ class Differentiated(CompiledModule):
 
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
         """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
-        made = {**passed, **dict(zip(self._joint.results, results, strict=True))}
+        known = {**self._graph.constants, **passed, **dict(zip(self._joint.results, results, strict=True))}
         for node, value in self._graph.written.items():
-            local(tensor_of(self._module, self._graph.origins[node].name)).copy_({**self._graph.constants, **made}[value])
-        return self._returned(made)
+            local(tensor_of(self._module, self._graph.origins[node].name)).copy_(known[value])
+        return self._returned(known)
 
 
 class TrainingModule(Differentiated):
@@ -135,12 +135,7 @@ class TrainingModule(Differentiated):
             whole = self._gathers(*(found[number] for number in self._sharded), group=group)
             for number, gathered in zip(self._sharded, whole if isinstance(whole, tuple) else (whole,), strict=True):
                 made[number] = gathered
-        parameter: Any
-        for number, parameter in enumerate(self._held):
-            if isinstance(parameter, DTensor) and made[number] is not None:
-                of_mesh = parameter.device_mesh, parameter.placements
-                made[number] = DTensor.from_local(made[number], *of_mesh, run_check=False, shape=parameter.shape, stride=parameter.stride())
-        return made
+        return [placed_like(parameter, gradient) for parameter, gradient in zip(self._held, made, strict=True)]
 
     @cached_property
     def _sharded(self) -> list[int]:

@@ -254,17 +254,18 @@ class Updates:
 
 def squares(gradients: Sequence[hw.Tensor]) -> hw.Tensor:
     """Sum of the squares of all elements, computed in 32 bits, or in 64 bits for 64-bit gradients."""
-    wide = [_wide(one) for one in gradients]
+    wide = [widened(one) for one in gradients]
     return sum((hw.sum(one * one) for one in wide[1:]), hw.sum(wide[0] * wide[0]))
 
 
 def clipped(gradients: Sequence[hw.Tensor], norm: hw.Tensor, limit: float) -> list[hw.Tensor]:
     """Scales gradients by the formula of torch.nn.utils.clip_grad_norm_."""
     scale = hw.minimum(limit / (norm + 1e-6), 1.0)
-    return [hw.astype(_wide(one) * scale, one.dtype) for one in gradients]
+    return [hw.astype(widened(one) * scale, one.dtype) for one in gradients]
 
 
-def _wide(gradient: hw.Tensor) -> hw.Tensor:
+def widened(gradient: hw.Tensor) -> hw.Tensor:
+    """A gradient in 32 bits, or in 64 bits for a 64-bit gradient."""
     return cast(gradient, torch.float32) if gradient.dtype != hw.f64 else gradient
 
 
