@@ -1,6 +1,6 @@
 """Candidates for overlap: reshards that a chunk loop can hide behind matmuls or attention, and predicted times of the alternatives."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -22,6 +22,7 @@ from hostweave.transports.transport import SIGNALS
 from hostweave.tune.cost import AttentionWork, Product, around_attention, attention_of, cost_by_shards, cost_of_copies, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
+from hostweave.types.tensor import TensorType
 from hostweave.types.zigzag import pieces
 
 MAX_TIME_RATIO = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
@@ -167,21 +168,17 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
     All numbers of chunks divide the dim. Loops over keys have one chunk per rank.
     """
-    op, values, keys = candidate.reshard, fusion.values(), candidate.keys
+    op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
-    def bytes_of(op: Op) -> float:
-        whole = op.result if op.kind != "reduce_scatter" else values[op.tensors[0]]
-        return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
-
-    size = sum(map(bytes_of, candidate.reshards))
+    size = sum(_bytes(reshard, fusion, sizes) for reshard in candidate.reshards)
     products: tuple[Product | AttentionWork, ...] = tuple(
         product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls if not keys
     )
     extra_seconds = 0.0, 0.0
     if keys:
         products = (attention_of(keys.attention, fusion, sizes),)
-        extra_seconds = around_attention(machine, candidate.ranks, size, bytes_of(keys.attention))
+        extra_seconds = around_attention(machine, candidate.ranks, size, _bytes(keys.attention, fusion, sizes))
     is_made = keys is not None or _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
     overlapped, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
@@ -221,20 +218,21 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
-    is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
-    if op.kind not in ("all_gather", "reduce_scatter") or step.reduction not in ("", "sum") or ranks < 2 or not is_known:
+    if (
+        op.kind not in ("all_gather", "reduce_scatter")
+        or step.reduction not in ("", "sum")
+        or ranks < 2
+        or not _are_known([op.result.type], sizes)
+    ):
         return ()
-    whole = op.result if op.kind == "all_gather" else source
-    bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
+    size = _bytes(op, fusion, sizes)
     by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
-    kernels, copies = (
-        by_collective(machine, op.kind, ranks, bytes_of, overlaps),
-        by_copies(machine, op.kind, by, ranks, bytes_of, overlaps),
-    )
+    kernels = by_collective(machine, op.kind, ranks, size, overlaps)
+    copies = by_copies(machine, op.kind, by, ranks, size, overlaps)
     own = laid_out = 0.0
     by_shards = list[Alternative]()
     if product := _shards_product(op, fusion, sizes, ranks):
-        own, laid_out = cost_of_copies(machine, ranks, bytes_of, all(size == Size() for size in op.result.type.shape[: step_of(op).dim]))
+        own, laid_out = cost_of_copies(machine, ranks, size, all(outer == Size() for outer in op.result.type.shape[: step.dim]))
         extra = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
         by_shards = [Alternative(by, ranks, _micros(copies + extra)) if reaches else Alternative(op.kind, ranks, _micros(kernels + extra))]
     whole_tensor = [Alternative(by, 1, _micros(copies + own + laid_out))] if reaches else []
@@ -261,8 +259,17 @@ def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int
     if product is None:
         return None
     types = [fusion.types[name] for name in (*product.tensors, product.result.name)]
-    is_known = sizes.keys() >= {name for type in types for size in type.shape for name in size.symbols}
-    return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
+    return product if _are_known(types, sizes) and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
+
+
+def _are_known(types: Iterable[TensorType], sizes: Mapping[str, int]) -> bool:
+    return sizes.keys() >= {name for type in types for size in type.shape for name in size.symbols}
+
+
+def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
+    """Bytes of the result of an op on a rank, or of the operand of a reduce_scatter."""
+    whole = fusion.values()[op.tensors[0]] if op.kind == "reduce_scatter" else op.result
+    return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:

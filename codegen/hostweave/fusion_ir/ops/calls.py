@@ -100,10 +100,6 @@ def _repeat(types: Types, op: Op) -> TensorType:
     return unsharded(_first_type(op))
 
 
-def _stated_by_repeat(types: Types, op: Op) -> tuple[TensorType, Types]:
-    return _first_type(op), _taken_types(op)
-
-
 def _kernel(types: Types, op: Op) -> TensorType:
     kernel = op.user_kernel
     assert kernel is not None
@@ -132,17 +128,12 @@ def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
 
 
 def _stated_by_function(types: Types, op: Op) -> tuple[TensorType, Types]:
-    assert op.callee is not None
-    return op.callee.output_types[0], [value.type for value in op.callee.inputs]
+    return _first_type(op), _taken_types(op)
 
 
 def _stated_by_source(types: Types, op: Op) -> tuple[TensorType, Types]:
     assert op.user_kernel is not None
     return op.user_kernel.outputs[0], op.user_kernel.inputs
-
-
-def _stated_output(types: Types, op: Op) -> tuple[TensorType, Types]:
-    return result_type(op, op[INDEX]) if op.callee else op.result.type, types
 
 
 OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
@@ -152,7 +143,11 @@ OPS["repeat"] = OpDef(
     opaque,
     lambda np, *arrays, run, **_: run(*arrays),
     (DEPTH, EACH, LAGGED, CARRIED, RETURNED, BACKWARD),
-    stated=_stated_by_repeat,
+    stated=_stated_by_function,
 )
 OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
-OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated_output, whole="made")
+OPS["output"] = OpDef(
+    *(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape"),
+    stated=lambda types, op: (result_type(op, op[INDEX]) if op.callee else op.result.type, types),
+    whole="made",
+)

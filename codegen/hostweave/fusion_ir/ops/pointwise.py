@@ -290,10 +290,6 @@ def _astype(types: Types, op: Op) -> TensorType:
     return TensorType(op.result.type.dtype, unsharded(types[0]).dims)
 
 
-def _stated(types: Types, op: Op) -> TensorType:
-    return unsharded(op.result.type)
-
-
 def _made_anywhere(types: Types, op: Op) -> tuple[TensorType, Types]:
     return op.result.type, ()
 
@@ -348,7 +344,7 @@ OPS["iota"] = OpDef(
 )
 OPS["fill"] = OpDef(
     0,
-    _stated,
+    lambda types, op: unsharded(op.result.type),
     elementwise,
     lambda np, shape, dtype, value=0.0: np.full(shape, value, dtype),
     (VALUE,),
