@@ -104,7 +104,7 @@ def build_runtime() -> None:
 
 
 def with_kernels(sources: Sequence[str], toolchain: Toolchain) -> Sequence[str]:
-    """Files that are one unit of the quick compiler: kernels too, because most of their time goes to starting the compiler."""
+    """Files that a compiler compiles as one. The quick compiler includes kernels, because its start takes longer than they do."""
     is_quick = not toolchain.kernel_compiler and toolchain.compiler == Path(os.environ[OPTIMISING]).with_name("c++")
     return [name for name in (*ONLY_ENQUEUE, KERNELS) if name in sources] if is_quick else ONLY_ENQUEUE
 

@@ -180,7 +180,7 @@ def test_blocks_of_any_schedule() -> None:
 
 
 def together(ranks: int, rows: str | int = "T") -> Fusion:
-    """Gathers of several dtypes, which one kernel does, a gather that is computed from them, and one that a donated array follows."""
+    """Gathers of several dtypes, which two kernels do: the gather of `again` depends on another gather."""
 
     @hw.fusion(
         mesh=hw.Mesh(tp=ranks),

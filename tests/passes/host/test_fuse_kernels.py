@@ -497,7 +497,7 @@ def test_a_wider_dtype_is_not_written() -> None:
 
 
 def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrences become such chains. One analysis of the program per kernel would take most of the time of lowering."""
+    """A recurrence is a long chain. An analysis of the program per kernel would take most of the time of lowering."""
     analyses, begin = 0, Links.__init__
 
     def counted(links: Links, program: HostProgram) -> None:

@@ -326,8 +326,7 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Two sets of answers, over all iterations but the first. Does `last` of the previous iteration happen before `first` of this one? Does
-    the launch of the previous iteration?"""
+    """For all iterations but the first: is `last` of the previous iteration ordered before `first`, and is the previous launch?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
