@@ -42,6 +42,22 @@ def test_names_output_rank_and_element() -> None:
     assert "at M=4, K=9, N=4" in message
 
 
+@pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
+    """The sum of differences to the mean is 0. Its shadow does not depend on the order of the sum, so its inverse is an infinity."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
+    def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        zero = hw.sum(x - hw.mean(x, 0, keepdims=True), 0)
+        return 1.0 / zero, hw.log(hw.abs(zero)), hw.sign(hw.einsum("ij,ik->k", x - hw.mean(x, 0, keepdims=True), x - x + 1))
+
+    host = lower(f, Options())
+    assert not check(host, fusion=f)
+    if isinstance(dims[0], str):
+        assert "is not what the fusion computes" in fault(f, changed(host, lambda i: () if isinstance(i, ir.AllReduce) else None))
+
+
 def test_names_the_element_in_the_global_output() -> None:
     fusion = fusion_of("reduce_scatter", 4, 3, hw.f32)
 

@@ -119,3 +119,25 @@ def test_a_module_raises_as_torch_does(ranks: int) -> None:
     assert messages[0] == messages[1]
     with pytest.raises(ProgramError, match=r"_linalg_check_errors.default has a side effect.* in training; .* such as inv_ex for inv"):
         hostweave.torch.compile(Solved(), hw.Mesh(tp=1), {}, (a, b), training=True)
+
+
+class OfSamples(torch.nn.Module):
+    """Inverts the covariances of two samples of each element of a batch. They are singular, as in the check of a larger program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        centred = x @ self.w
+        centred = centred - centred.mean(0, keepdim=True)
+        covariance = torch.einsum("sbi,sbj->bij", centred, centred)
+        return torch.linalg.inv_ex(covariance + torch.eye(3) * self.w.square().sum())[0], torch.linalg.slogdet(covariance)[1]
+
+
+def test_the_check_accepts_matrices_that_are_singular() -> None:
+    """Ranks sum the covariance in another order, so rounding errors in its pivots differ."""
+    torch.manual_seed(0)
+    x, module = torch.randn(2, 5, 3), OfSamples()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"x": "tp, -, -"}, (x,), training=True)
+    torch.testing.assert_close(model(x)[0], module(x)[0], rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ import numpy as np
 from hostweave.check.results import field
 from hostweave.check.results.field import P
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.lanes import Lanes, Part, Real
+from hostweave.check.results.lanes import Lanes, Part, Real, zeros_are_exact
 
 TOLERANCE = 1e-6  # largest error of shadows
 
@@ -46,7 +46,8 @@ class Dual(Real):
         has_argument = (c != 0) | (c_ != 0)
         (x, y), (z, w) = self._exponential(), Dual(*other.parts)._exponential()
         exponential = (np.where(has_argument, part, field.ZERO) for part in (x * z % P, (x * w + y * z) % P))
-        return Dual(shadow + shadow_, field.sum_of(a, a_), field.sum_of(b, b_), *exponential)
+        a, b = field.sum_of(a, a_), field.sum_of(b, b_)
+        return Dual(zeros_are_exact(shadow + shadow_, a | b, lambda: np.abs(shadow) + np.abs(shadow_)), a, b, *exponential)
 
     def negative(self) -> Real:
         shadow, a, b, c, d = self.parts
@@ -66,7 +67,9 @@ class Dual(Real):
     def matmul(self, other: Real) -> Real:
         shadow, a, b, *_ = self.parts
         shadow_, a_, b_, *_ = other.parts
-        return Dual.without_argument(np.matmul(shadow, shadow_), field.matmul(a, a_), (field.matmul(a, b_) + field.matmul(b, a_)) % P)
+        total, rest = field.matmul(a, a_), (field.matmul(a, b_) + field.matmul(b, a_)) % P
+        exact = zeros_are_exact(np.matmul(shadow, shadow_), total | rest, lambda: np.matmul(np.abs(shadow), np.abs(shadow_)))
+        return Dual.without_argument(exact, total, rest)
 
     def sum(self, axes: tuple[int, ...], keepdims: bool) -> Real:
         total = super().sum(axes, keepdims)
@@ -80,7 +83,8 @@ class Dual(Real):
 
     def apply_linear(self, function: Callable[..., Part]) -> Real:
         shadow, a, b, *_ = self.parts
-        return Dual.without_argument(function(shadow), field.reduced(function(a)), field.reduced(function(b)))
+        a, b = field.reduced(function(a)), field.reduced(function(b))
+        return Dual.without_argument(zeros_are_exact(function(shadow), a | b, lambda: function(np.abs(shadow))), a, b)
 
     def exp(self) -> Real:
         shadow = np.exp(np.minimum(self.value, 80))

@@ -23,7 +23,7 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-ROUNDING_TOLERANCE = 1e-9  # largest rounding error of a shadow that is meant to be an integer
+ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is meant to be an integer
 
 
 class NeedsSingleLane(Exception):
@@ -224,7 +224,8 @@ class Real(Lanes):
     # --- arithmetic: `self` and `other` have the same class and the same number of dims ---
 
     def add(self, other: Real) -> Real:
-        return Real(self.value + other.value, field.sum_of(self.element, other.element))
+        element = field.sum_of(self.element, other.element)
+        return Real(zeros_are_exact(self.value + other.value, element, lambda: np.abs(self.value) + np.abs(other.value)), element)
 
     def negative(self) -> Real:
         return Real(-self.value, field.negative(self.element))
@@ -236,14 +237,17 @@ class Real(Lanes):
         return Real(1 / self.value, field.inverse(self.element))
 
     def matmul(self, other: Real) -> Real:
-        return Real(np.matmul(self.value, other.value), field.matmul(self.element, other.element))
+        element = field.matmul(self.element, other.element)
+        size = lambda: np.matmul(np.abs(self.value), np.abs(other.value))  # noqa: E731
+        return Real(zeros_are_exact(np.matmul(self.value, other.value), element, size), element)
 
     def sum(self, axes: tuple[int, ...], keepdims: bool) -> Real:
         return self.apply_linear(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
 
     def apply_linear(self, function: Callable[..., Part]) -> Real:
-        """Applies a linear function with small integer coefficients, such as a sum, to all parts."""
-        return Real(function(self.value), field.reduced(function(self.element)))
+        """Applies a sum or cumulative sum to all parts."""
+        element = field.reduced(function(self.element))
+        return Real(zeros_are_exact(function(self.value), element, lambda: function(np.abs(self.value))), element)
 
     def exp(self) -> Real:
         shadow = np.exp(np.minimum(self.value, 80))
@@ -268,6 +272,14 @@ class Real(Lanes):
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
         differ: Part = ~np.where(is_finite, self.equals(type(self)(*other.parts)), same)
         return differ
+
+
+def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
+    """Replaces shadows of sums that are 0 in the field by 0, if they are only rounding errors. `size` sums the absolute values.
+
+    Otherwise the inverses and signs of these shadows would depend on the order of the sum."""
+    is_error = (element == 0) & (shadow != 0)
+    return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 
 
 def rounded_if_near(shadow: Part) -> Part:
