@@ -78,7 +78,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """Variable to which the user's code assigns a constant, or the tensor of which it is a view. Without a variable, torch's name."""
+    """Name of a constant: the user's variable for the constant, or for the tensor of which it is a view, otherwise torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)

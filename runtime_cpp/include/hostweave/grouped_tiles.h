@@ -6,7 +6,7 @@ namespace hw {
 
 constexpr int kGroupedThreads = 256;
 
-// Products on Hopper: one warpgroup copies tiles, and two multiply them.
+// Products on Hopper: a warp of the first warpgroup copies tiles, and two warpgroups multiply them.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
 constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;                       // size of a tile
 constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: if the product sums over rows

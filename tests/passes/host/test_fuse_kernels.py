@@ -332,8 +332,7 @@ def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
 
 
 def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
-    """Kernels are fused although a stream is running: a loop has written the kernel's input chunk by chunk, and does not write it
-    again."""
+    """Two kernels are fused across a fork of streams. An earlier loop has written the input of the first kernel in chunks."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
