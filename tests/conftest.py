@@ -8,7 +8,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import compress
@@ -19,6 +19,8 @@ from threading import Thread
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 from cuda_here import compiles, quick_options
+from turns import FOLDER as OBJECTS
+from turns import with_others
 
 from hostweave.base.errors import BuildError
 from hostweave.build import make, nvrtc
@@ -31,7 +33,6 @@ COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNE
 WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
-OBJECTS = "HOSTWEAVE_TESTS_OBJECTS"  # folder of kept objects; sessions share it if the caller sets it
 
 # Long tests. They start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
@@ -169,8 +170,8 @@ def imports_or_skips(module: Path) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests in an environment with the
-    extras, and all other tests in one without extras."""
-    with pytest.MonkeyPatch.context() as patch:
+    extras, and all other tests in one without extras. GPU tests take turns with those that must be alone."""
+    with pytest.MonkeyPatch.context() as patch, with_others() if item.get_closest_marker("gpu") else nullcontext():
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))
         return (yield)

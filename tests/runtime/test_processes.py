@@ -21,6 +21,7 @@ import pytest
 from compiled_fusions import compiled
 from processes import SCRIPT, SECONDS, Ranks, as_rank, environment, free_port
 from rank_process import program_of, programs_for
+from turns import alone
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -244,6 +245,7 @@ def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
+        alone()  # while other tests run, it takes seconds to abort the channels
         ranks.processes[stopped].send_signal(signal.SIGSTOP)
         started = time.monotonic()
         for rank in (rank for rank in range(count) if rank != stopped):

@@ -1,0 +1,47 @@
+"""GPU tests that run together with others, or alone. Tests of the free memory of a GPU, and of time limits, run alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # set while a test holds the GPUs; a session that the test starts does not wait for them
+FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # folder of the locks
+_locks: list[TextIO] = []  # the lock of the GPUs, while a test of this process holds it
+
+
+@contextmanager
+def with_others() -> Iterator[None]:
+    """Holds the GPUs together with other tests. Waits while a test is alone, or waits to be alone."""
+    if HELD in os.environ:
+        yield
+        return
+    with open(Path(os.environ[FOLDER], "gpus.lock"), "w") as lock:
+        _locks.append(lock)
+        os.environ[HELD] = "1"
+        try:
+            _take(lock, fcntl.LOCK_SH)
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing the file does not suffice, because forked processes have it open
+            del os.environ[HELD]
+            _locks.clear()
+
+
+def alone() -> None:
+    """Waits until no other GPU test runs. None starts before the caller's test ends."""
+    for lock in _locks:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        _take(lock, fcntl.LOCK_EX)
+
+
+def _take(lock: TextIO, kind: int) -> None:
+    """Takes the lock of the GPUs. All who come later wait at the gate, so they do not overtake a test that waits to be alone."""
+    with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(lock, kind)
+        fcntl.flock(gate, fcntl.LOCK_UN)
