@@ -42,10 +42,10 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             continue
         possible = alternatives(candidate, fusion, options)
         choices.append(choice_of(candidate.reshard, fusion, possible, options.choices))
-        taken = choices[-1].chosen
-        if taken.is_loop:
+        chosen = choices[-1].chosen
+        if chosen.is_loop:
             in_loops |= involved
-            stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
+            stream = Stream(candidate.dim, chosen.chunks, None, chosen.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
     return replace(fusion, body=tuple(ops), choices=(*fusion.choices, *choices))
