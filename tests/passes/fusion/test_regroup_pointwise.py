@@ -115,6 +115,19 @@ def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
     assert launches(f, x=X, w=W) == 1
 
 
+def test_reshaped_values_that_are_broadcast() -> None:
+    """A reshape to other dims, whose result is then broadcast, has fewer elements than the ops that could move."""
+
+    def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.exp(x) / hw.reshape(hw.sum(x * x, 1) + 1.0, 12, 1) * w
+
+    def scalar(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.exp(x) / hw.reshape(hw.sum(x * x) + 1.0, 1, 1) * w
+
+    for f in (rows, scalar):
+        assert launches(f, x=X, w=hw.f32[8]) == 1
+
+
 def test_sharded_values_stay() -> None:
     def f(x: hw.Tensor) -> hw.Tensor:
         return hw.sum(hw.reshape(hw.tanh(hw.reshape(hw.exp(x), 4, 3, 8)), 12, 8), 1)

@@ -57,20 +57,22 @@ class _Groups:
             return None
         names, have = self.connected(op), op.result.type.shape
         self.seen |= names
-        for shape in dict.fromkeys(self.shapes_beside(names)):
+        for shape in dict.fromkeys(self.shapes_beside(names, have)):
             group = _Group(names, have, shape)
             is_merge = any(len(left) != 1 or len(right) != 1 for left, right in groups(have, shape))
-            if is_merge and shape[0] != ONE and self.may_move(group) and self.changed.isdisjoint(around := self.with_views(names)):
+            is_merge = is_merge and shape[:1] not in ((), (ONE,))
+            if is_merge and self.may_move(group) and self.changed.isdisjoint(around := self.with_views(names)):
                 self.changed |= around
                 return group
         return None
 
-    def shapes_beside(self, names: set[str]) -> Iterator[Shape]:
+    def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
         """Shapes to which the group could move: those in which kernels compute its reshaped operands, or read its reshaped values."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.places.__getitem__):
             (source,) = self.made[result].tensors
-            if source not in names and (made := self.made.get(source)) and _is_kernel(made):
+            made = self.made.get(source)
+            if source not in names and self.types[result].shape == have and made and _is_kernel(made):
                 yield self.types[source].shape
             elif source in names and self.is_read(result):
                 yield self.types[result].shape
