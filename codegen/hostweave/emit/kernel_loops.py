@@ -249,12 +249,6 @@ class LoopPrinter:
         """Terms of the offset of a row's first element."""
         return [term for term in self.terms(place) if term[0] != self.names[self.ir.along]]
 
-    def prefetch(self, pointer: str, place: str) -> str:
-        """Statement that prefetches the next row of a thread group."""
-        following = f"{self.row}.next({self.element}, {self.text('{count}')})"
-        terms = [(following if index == self.element else index, stride) for index, stride in self.row_terms(place)]
-        return f"{self.row}.prefetch({self.shifted(pointer, terms)});"
-
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
         """C++ pointer to the element with the given offset terms, such as `x + i * N + j`."""
         return f"{pointer} + {self.sum_of(terms)}" if terms else pointer

@@ -55,8 +55,7 @@ class EmittedKernel:
         loads = {name: f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows}
         # `once` declares rows that threads hold during all iterations; `indices` declares decomposed indices and the other held rows
         self.once = tuple(loads.pop(name) for name in of.ir.once)
-        ahead = [of.loops.prefetch(of.pointers[name], name) for name in loads if of.ir.once and len(of.ir.kept) == 1]
-        self.indices = (*before, *of.loops.declarations(), *loads.values(), *ahead)
+        self.indices = (*before, *of.loops.declarations(), *loads.values())
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # the parameter with the terms or blocks of all ranks, which the kernel exchanges
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")

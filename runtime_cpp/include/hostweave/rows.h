@@ -162,21 +162,6 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
       return load_row(*this, row);
     }
   }
-  // Row that the group processes after row i of n, or row i if it is the last one.
-  HW_DEVICE int64_t next(int64_t i, int64_t n) const {
-    const int64_t following = i + this->of(n).step_;
-    return following < n ? following : i;
-  }
-  // Prefetches a row to L2. Memory is then busy while the threads compute.
-  template <class T>
-  HW_DEVICE void prefetch([[maybe_unused]] const T* row) const {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    constexpr unsigned kBytes = kElements * sizeof(T);
-    if (kWidth > 1 && kBytes % 16 == 0 && this->first_thread()) {
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(kBytes));
-    }
-#endif
-  }
   // Computes a row of values, and holds them in registers. `compute` returns the vector of a chunk.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
