@@ -42,6 +42,18 @@ def test_a_known_number_of_rows_selects_the_kernel(rows: int, fuses: bool) -> No
     assert body(rows) == (["launch @maximum_multiply_y_of_few_rows %x, %wg, %wu -> %y"] if fuses else [])
 
 
+@pytest.mark.parametrize(("rows", "columns", "is_concurrent"), [(16, 1024, True), (16, 256, False), (129, 1024, False)])
+def test_matmuls_that_read_many_weights_of_one_operand_are_concurrent(rows: int, columns: int, is_concurrent: bool) -> None:
+    """Only matmuls of few rows and large weights. The third one multiplies their results, and is not concurrent."""
+
+    @hw.fusion(x=hw.f32[rows, 1024], a=hw.f32[1024, columns], b=hw.f32[1024, columns], c=hw.f32[columns, 1024])
+    def projected(x: Any, a: Any, b: Any, c: Any) -> Any:
+        return hw.matmul(hw.matmul(x, a) * hw.sum(hw.matmul(x, b), 1, keepdims=True), c), hw.matmul(x, b)
+
+    added = [line.removeprefix("+ ").strip() for line in changes(multiply_few_rows, projected).splitlines() if line.startswith("+ ")]
+    assert [line.split()[0] for line in added if line.startswith(("fork", "join"))] == ["fork", "join"] * is_concurrent
+
+
 def test_one_matmul_keeps_its_epilogue() -> None:
     @hw.fusion(x=hw.f32["T", "K"], w=hw.f32["K", "N"])
     def one(x: Any, w: Any) -> Any:

@@ -13,12 +13,14 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. The pass runs after memory is planned, so
-deallocates between the matmuls and the kernel move after the kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. Other matmuls of one operand with large
+weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between the matmuls and the
+kernel move after the kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import TypeGuard
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
@@ -36,6 +38,8 @@ from hostweave.types.tensor import strides_of
 BESIDE = "beside"  # pool of streams for concurrent matmuls
 
 DTYPES = ("f16", "bf16", "f32")
+MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
+LEAST_BYTES = 2 << 20  # least weights of a concurrent matmul; reading fewer takes less time than a fork
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -60,6 +64,10 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
         chosen = few if rows.is_int else ir.If(is_few, (few,), (*_at_once(matmuls), i), location=i.location)
         edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
         edits[place.number] = (chosen, *(p.instruction for p in freed))
+    for places in _concurrent(uses, edits):
+        streams = max(streams, len(places) - 1)
+        edits |= {p.number: () for p in places}
+        edits[places[-1].number] = tuple(_at_once([p.instruction for p in places]))  # type: ignore[misc]
     if not edits:
         return program
     body = tree.edited(program.body, edits)
@@ -75,6 +83,41 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
         yield ir.OnStream(BESIDE, Const(stream), (matmul,), location=matmul.location)
     yield first
     yield ir.Join(BESIDE, len(others), location=first.location)
+
+
+def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[Place]]:
+    """Groups of matmuls of one operand that can move down to the last of them and run concurrently."""
+    found: list[list[Place]] = []
+    last: dict[str, list[Place]] = {}  # first operand -> its last group
+    for place in uses.places:
+        i = place.instruction
+        if _is_matmul(i) and not place.around and place.number not in edits and _reads_many_weights(uses, i):
+            if len(group := last.get(i.a, [])) not in (0, ir.PRODUCTS) and _may_wait(uses, group, place):
+                group.append(place)
+            else:
+                found.append([place])
+                last[i.a] = found[-1]
+    return [group for group in found if len(group) > 1]
+
+
+def _is_matmul(i: tree.Instruction) -> TypeGuard[ir.Matmul]:
+    return isinstance(i, ir.Matmul)
+
+
+def _may_wait(uses: DefUse, group: list[Place], place: Place) -> bool:
+    """True if the matmuls of a group can move down to `place`."""
+    matmuls = [p.instruction for p in group]
+    passed = [p for p in uses.places[group[0].number : place.number] if p not in group]
+    later = tuple(p.instruction for p in (*passed, place))
+    return not (_freed(passed) or any(p.around or p.instruction.orders for p in passed) or uses.conflict(matmuls, later))
+
+
+def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
+    """True if reading the weights, of at least LEAST_BYTES, takes most of a matmul's time."""
+    rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
+    size = product(weights.shape)
+    is_known = rows.is_int and size.is_int and len(weights.shape) == 2
+    return is_known and ir.FEW_ROWS < int(rows) <= MOST_ROWS and int(size) * weights.dtype.itemsize >= LEAST_BYTES
 
 
 FewRowsProduct = tuple[Place, ir.Matmul]
@@ -112,7 +155,7 @@ def _read_products(uses: DefUse, place: Place) -> Iterator[FewRowsProduct]:
         at = uses.touches[root].index(place)
         maker = uses.touches[root][at - 1] if at else place
         matmul = maker.instruction
-        if not isinstance(matmul, ir.Matmul) or matmul.dst != src or maker.body is not place.body or reads.count(src) > 1:
+        if not _is_matmul(matmul) or matmul.dst != src or maker.body is not place.body or reads.count(src) > 1:
             continue
         is_last = root in uses.allocates and len(uses.touches[root]) == at + 1
         if (root in written or is_last) and replace(matmul, a="", b="", dst="", location=None) == ir.Matmul("", "", ""):
