@@ -128,6 +128,11 @@ def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return g.random.choice([hw.sum, hw.max, hw.min, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
 
 
+def _with_unit_dim(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    at = g.random.randint(0, t.ndim)
+    return hw.expand_dims(t, at) if at % 2 else hw.reshape(t, *t.shape[:at], 1, *t.shape[at:])
+
+
 def turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return hw.permute_dims(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
 
@@ -315,7 +320,7 @@ OPS: tuple[MakeOp, ...] = (
     _with_number,
     _of_table,
     lambda g, values, t: hw.where(t > 0, t, 0 - t),
-    lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
+    _with_unit_dim,
     lambda g, values, t: g.resharded(t),
     lambda g, values, t: g.resharded(t),
     _reduced,
