@@ -148,8 +148,12 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     spread = values if tuple(values.shape) == tuple(shape) else hw.broadcast_to(values, *shape)
     many = product(number.type.shape)
     source = hw.reshape(spread, *whole.shape[:dim], str(many), *whole.shape[dim + 1 :]) if number.ndim != 1 else spread
-    index = hw.reshape(number, *(str(many) if i == dim else 1 for i in range(whole.ndim)))
-    made = (_added if accumulate else hw.scatter)(whole, dim, index, source)
+    if not accumulate and all(size == 1 for size in number.shape):  # writes one slice, in place if x is donated
+        begin = record("index", number, hw.iota(whole, dim, hw.i64))
+        made = hw.dynamic_update_slice(whole, source, [begin if i == dim else 0 for i in range(whole.ndim)])
+    else:
+        index = hw.reshape(number, *(str(many) if i == dim else 1 for i in range(whole.ndim)))
+        made = (_added if accumulate else hw.scatter)(whole, dim, index, source)
     if len(given) == 1:
         return made
     turned = hw.reshape(made, *(x.shape[i] for i in order))
