@@ -98,15 +98,6 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
     assert [pieces.covered[place] for place in places] == [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1)]
 
 
-def test_many_rows_are_divided_within_a_second() -> None:
-    """If a program compares a size with a number such as 262144, it is checked at larger sizes too."""
-    rows = 2**18
-    places = frozenset((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24) for count in (rows, rows // 2))
-    started = time.thread_time()
-    assert len(Pieces(32 * rows, places).first_segments) == 8
-    assert time.thread_time() - started < 1
-
-
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
     """Buffers share one split into pieces, even if the shapes of views differ, so the pieces are computed only once for all layers."""
     known: dict[Any, Pieces] = {}

@@ -11,8 +11,7 @@ import pytest
 from lowered_fusions import NAMES, evaluate, program
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.memory import starts_of_runs
-from hostweave.check.operations import layout
+from hostweave.check.operations import layout, starts
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, sizes_to_check
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
@@ -27,7 +26,7 @@ def test_contiguous_dims_are_one_run() -> None:
 def test_columns_are_rows_of_runs() -> None:
     columns = layout(f32, (6, 2), (8, 1))
     assert (columns.rows, columns.run) == (((6, 32),), 8)
-    assert starts_of_runs(0, columns.rows, columns.run).tolist() == [0, 32, 64, 96, 128, 160]
+    assert starts(columns.rows, columns.run) == [0, 32, 64, 96, 128, 160]
 
 
 def test_the_order_of_dims_does_not_matter() -> None:
@@ -36,7 +35,7 @@ def test_the_order_of_dims_does_not_matter() -> None:
 
 def test_an_empty_view_has_no_bytes() -> None:
     empty = layout(f32, (4, 0), (0, 1))
-    assert starts_of_runs(0, empty.rows, empty.run).tolist() == []
+    assert starts(empty.rows, empty.run) == []
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -47,7 +46,7 @@ def test_byte_layouts_equal_those_of_numpy(seed: int) -> None:
     view = view.transpose(draw.sample(range(3), 3))
     covered = layout(i8, view.shape, view.strides)
     first = int(view.min())
-    assert sorted(start + i for start in starts_of_runs(first, covered.rows, covered.run) for i in range(covered.run)) == sorted(
+    assert sorted(first + start + i for start in starts(covered.rows, covered.run) for i in range(covered.run)) == sorted(
         view.ravel().tolist()
     )
 

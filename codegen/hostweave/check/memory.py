@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from hostweave.check.happens_before import Clock, Task
-from hostweave.check.operations import Access, ByteRegion, Operation, Root
+from hostweave.check.operations import Access, ByteRegion, Operation, Root, starts
 from hostweave.host_ir import tree
 
 
@@ -27,30 +24,28 @@ class Pieces:
     """Partition of a buffer's bytes into pieces that every access covers completely or not at all. A piece need not be contiguous."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
-        starts = {block: starts_of_runs(*block) for block in regions_of_bytes}
-        ends = {block: first + block[2] for block, first in starts.items()}
-        cuts = np.sort(np.concatenate([[0, size], *starts.values(), *ends.values()]), kind="stable")  # segments of bytes begin and end here
-        cuts = cuts[np.diff(cuts, prepend=-1) > 0]
-        segments = np.arange(len(cuts) - 1)
-        piece_of, covers = np.zeros_like(segments), {}
-        for block in regions_of_bytes:
-            first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))
-            covers[block] = np.cumsum(first - end)[:-1] > 0
-            parts = 2 * piece_of + covers[block]  # splits the pieces that the access covers partly
-            piece_of = (np.cumsum(np.bincount(parts) > 0) - 1)[parts]
-        first_of_piece = np.zeros(piece_of.max(initial=-1) + 1, int)
-        first_of_piece[piece_of[::-1]] = segments[::-1]  # the last assignment holds
-        number = np.argsort(np.argsort(first_of_piece))  # numbers the pieces in the order of their first segments
-        self.first_segments = [range(int(cuts[segment]), int(cuts[segment + 1])) for segment in np.sort(first_of_piece)]
-        self.covered = {block: tuple(np.flatnonzero(np.bincount(number[piece_of[of]])).tolist()) for block, of in covers.items()}
-
-
-def starts_of_runs(offset: int, rows: tuple[tuple[int, int], ...], run: int) -> npt.NDArray[np.int64]:
-    """Byte position of each contiguous run of a region."""
-    found = np.full(min(run, 1), offset)
-    for how_many, step in rows:
-        found = np.add.outer(found, np.arange(how_many) * step).ravel()
-    return found
+        runs = {block: [(block[0] + start, block[0] + start + block[2]) for start in starts(*block[1:])] for block in regions_of_bytes}
+        cuts = sorted({0, size}.union(*(cut for runs_of_block in runs.values() for cut in runs_of_block)))
+        segment_at = {cut: number for number, cut in enumerate(cuts)}  # byte position of a cut -> number of the segment that begins there
+        segments = {
+            block: [i for start, end in runs_of_block for i in range(segment_at[start], segment_at[end])]
+            for block, runs_of_block in runs.items()
+        }
+        piece_of, count = [0] * (len(cuts) - 1), 1
+        for covered in segments.values():
+            inside: dict[int, int] = {}  # old piece -> new piece with the bytes that this access covers
+            for segment in dict.fromkeys(covered):
+                before = piece_of[segment]
+                if before not in inside:
+                    inside[before], count = count, count + 1
+                piece_of[segment] = inside[before]
+        number: dict[int, int] = {}  # numbers the pieces in the order of their first segments
+        self.first_segments: list[range] = []
+        for segment, piece in enumerate(piece_of):
+            if piece not in number:
+                number[piece] = len(number)
+                self.first_segments.append(range(cuts[segment], cuts[segment + 1]))
+        self.covered = {block: tuple(sorted({number[piece_of[segment]] for segment in covered})) for block, covered in segments.items()}
 
 
 def _byte_blocks(region: ByteRegion) -> ByteBlocks:
