@@ -242,10 +242,10 @@ def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
     port, count = free_port(), place.killed
     limit = 3 if place.target == "cpu" else 10  # NCCL connects in the first call, which takes over 3 s on a busy machine
     places = [as_rank(rank, count, port) | {"CALL_TIMEOUT": str(limit)} for rank in range(count)]
+    alone()  # while other tests run, it takes seconds to connect the ranks, and to abort the channels
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
-        alone()  # while other tests run, it takes seconds to abort the channels
         ranks.processes[stopped].send_signal(signal.SIGSTOP)
         started = time.monotonic()
         for rank in (rank for rank in range(count) if rank != stopped):
