@@ -93,7 +93,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
     def rank_main(rank: int) -> list[bool]:
         group = hw.init(threads)
-        choice = SimpleNamespace(taken=SimpleNamespace(name="put(2)"))
+        choice = SimpleNamespace(chosen=SimpleNamespace(name="put(2)"))
 
         def compile(_: Any) -> Any:
             ready[rank].wait(30)

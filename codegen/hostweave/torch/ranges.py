@@ -77,15 +77,17 @@ class Ranges(Generic[P]):
         made: Future[P | None] = Future()
 
         def compile() -> None:
+            found: P | None = None
             try:
                 with tracing:  # also one compilation at a time, so that calls keep most of the processor
                     part = self._compile(sizes)
-                if overlaps := any(choice.chosen.name != "none" for choice in part.program.choices):
+                if any(choice.chosen.name != "none" for choice in part.program.choices):
                     part.program.build()
-                made.set_result(part if overlaps else None)
+                    found = part
             except Exception as error:  # the sequential program stays in use
                 warnings.warn(f"{error}; calls of these sizes, {dict(sizes)}, stay sequential", stacklevel=1)
-                made.set_result(None)
+            finally:  # a warning may be an error
+                made.set_result(found)
 
         threading.Thread(target=compile, name=f"compiles for {dict(sizes)}", daemon=True).start()
         return made
