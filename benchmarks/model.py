@@ -6,6 +6,9 @@ The projections of transformers' model are sharded by this script, because the p
 4096 tokens. A decode call is a series of steps that the host enqueues one by one, so host time is included. Printed times are milliseconds
 of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` and `model.py 2 transformers` run one
 number of GPUs and one implementation, in less than a minute each.
+
+`model.py parts` measures a bound for decode on one GPU. It runs the matmuls of a step alone, and the matmuls with attention. Shapes are
+those of the whole model, and of one of two ranks. The share of a copy compares with a copy that reads and writes as many bytes.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
 
 from peers import report
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -38,9 +43,19 @@ Calls = dict[str, Callable[[], Any]]
 
 
 OURS, THEIRS = SIDES = ("ours", "transformers")
+PARTS, COPY = "parts", "copy"
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CACHES = ("keys", "values")
 
 
 def main(arguments: Sequence[str]) -> None:
+    if PARTS in arguments:
+        for shards in (1, 2):
+            for times in times_on_ranks(partial(_parts, shards), 1, REPETITIONS):
+                copied = statistics.median(times[COPY])
+                each = ", ".join(f"{of} {report.spread(ms)} ms, {copied / statistics.median(ms):.2f}" for of, ms in times.items())
+                print(f"decode, batch 1, {LAYERS} layers, one of {shards} ranks, share of a copy: {each}", flush=True)
+        return
     sides = [side for side in SIDES if side in arguments] or SIDES
     for ranks in [int(word) for word in arguments if word.isdecimal()] or range(1, 1 + min(len(gpus()), 2)):
         names = ["decode, batch 1", "prefill, batch 1", "decode, batch 16"]
@@ -105,6 +120,74 @@ def _random(type_: Any, rank: int, mesh: hw.Mesh) -> Any:
 def _row(step: Callable[[], Any]) -> None:
     for _ in range(ROW):
         step()
+
+
+def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
+    """Series of steps with the matmuls of one rank of `shards`: alone, with attention, alone by torch, and a copy of as many bytes."""
+    import torch
+
+    hw.init()
+    torch.manual_seed(0)
+    whole = Config(num_hidden_layers=LAYERS)
+    sharded = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    c = replace(whole, **{name: getattr(whole, name) // shards for name in sharded})
+    mesh = hw.Mesh(tp=1)
+    given = [_inputs_of_parts(c, attends) for attends in (False, True)]
+    programs = [_parts_of_decode(c, types) for types in given]
+    data = {name: _random(type, 0, mesh) for name, type in given[1].items() if name != "lengths"}
+    data["lengths"] = torch.full((1,), PROMPT, dtype=torch.int32, device="cuda")
+    matmuls, both = (program.capture(**{name: data[name] for name in types}) for program, types in zip(programs, given, strict=True))
+    layers = [[data[f"{name}_{i}"] for name in MATRICES] for i in range(LAYERS)]
+    by_torch = in_a_graph(partial(_torch_matmuls, data["x"], data["lm_head"], layers))
+    read, written = torch.empty(2, sum(data[name].nbytes for name in data) // 2, dtype=torch.uint8, device="cuda")
+    calls = {"matmuls": matmuls, "matmuls and attention": both, "matmuls by torch": by_torch, COPY: partial(written.copy_, read)}
+    yield {name: partial(_row, call) for name, call in calls.items()}
+    for program in programs:
+        program.close()
+
+
+def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
+    types = {llama.short(name): type for name, type in llama.layer_weights(c).items()}
+    of_layer = {name: types[name] for name in MATRICES}
+    if attends:
+        of_layer |= dict.fromkeys(CACHES, c.dtype[1, c.num_key_value_heads, PROMPT, c.head_dim])
+    others = {"x": c.dtype[1, 1, c.hidden_size], "lm_head": c.dtype[c.vocab_size, c.hidden_size]}
+    if attends:
+        others["lengths"] = hw.i32[1]
+    return others | {f"{name}_{i}": type for i in range(LAYERS) for name, type in of_layer.items()}
+
+
+def _parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
+    """The matmuls of a step, and the attention if `types` has its inputs."""
+
+    @hw.fusion(mesh=hw.Mesh(tp=1), **types)
+    def parts(x: hw.Tensor, lm_head: hw.Tensor, **rest: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        stored = []
+        for i in range(LAYERS):
+            q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj = (rest[f"{name}_{i}"] for name in MATRICES)
+            q, k, v = (hw.linear(x, weight) for weight in (q_proj, k_proj, v_proj))
+            stored += [k, v]
+            if "lengths" in rest:
+                heads = hw.reshape(q, 1, c.num_attention_heads, 1, c.head_dim)
+                keys, values = (rest[f"{name}_{i}"] for name in CACHES)
+                attended = hw.scaled_dot_product_attention(heads, keys, values, enable_gqa=True, lengths=rest["lengths"])
+                q = hw.reshape(attended, 1, 1, c.num_attention_heads * c.head_dim)
+            x = hw.linear(q, o_proj)
+            x = hw.linear(hw.silu(hw.linear(x, gate_proj)) * hw.linear(x, up_proj), down_proj)
+        return hw.linear(x, lm_head), *stored
+
+    return hw.compile(parts, "cuda")
+
+
+def _torch_matmuls(x: Any, lm_head: Any, layers: Sequence[Sequence[Any]]) -> Any:
+    from torch.nn.functional import linear
+
+    for q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in layers:
+        q, _, _ = (linear(x, w) for w in (q_proj, k_proj, v_proj))
+        x = linear(q, o_proj)
+        gate, _ = linear(x, gate_proj), linear(x, up_proj)
+        x = linear(gate, down_proj)
+    return linear(x, lm_head)
 
 
 def _transformers(c: Config, rank: int, ranks: int) -> Any:
