@@ -45,7 +45,6 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
 
 constexpr uint16_t kLeast = 0xfefe;  // half of an f32 of -1.7e38, whose halves are equal
 
-// Fills the rows of tokens that belong to no sequence.
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
                     cudaStream_t stream) {
   return fill_outside({offsets, x.batch, p.sequences, x.heads, x.rows, x.size, static_cast<uint16_t*>(base), x.batch_stride,
@@ -233,7 +232,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
 // One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
-// without columns. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, it may
+// without columns. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, this plan may
 // instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {

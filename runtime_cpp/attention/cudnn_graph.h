@@ -131,7 +131,6 @@ class Graph {
     made.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, *y.descriptor).finish("a pointwise op");
   }
 
-  // Reduces each row.
   Value reduce(cudnnReduceTensorOp_t kind, const Value& x) {
     const Value y = between(CUDNN_DATA_FLOAT, {x.dims[0], x.dims[1], x.dims[2], 1});
     reduce_to(y, kind, x);
@@ -149,7 +148,6 @@ class Graph {
         .finish("a reduction");
   }
 
-  // Reshapes x to y.
   void reshape(const Value& x, const Value& y) {
     op(CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR)
         .set(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, *x.descriptor)

@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;                // number of ends after which an op is done, because all launches of a graph share its ops
+  int64_t times;                // an op is done after it has ended this many times; all launches of a graph share its ops
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };

@@ -136,7 +136,8 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// For larger weights of other types cuBLASLt is as fast or faster (`hostweave bench few_rows`).
+// Without scales, the few-rows kernels compute products with up to this many weights. With more weights, cuBLASLt is as fast or
+// faster (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
 // Limits of is_faster_by_blas, as measured on an H200.

@@ -49,7 +49,7 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
   return cudaEventRecord(in_capture_[0],
-                         caller);  // after the node above: of two calls in a graph, the second records last_call_ last
+                         caller);  // after the node above, so that the last call in a graph is the last to record last_call_
 }
 
 struct Streams::Pool {

@@ -61,7 +61,7 @@ int loaded_nccl() {
 }
 #endif
 
-// Before NCCL 2.30 a captured wait is for a fixed count, which is reached already when the graph is launched again.
+// Before NCCL 2.30.7 a captured wait waits for a fixed count. At the second launch of the graph, the count is already reached.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
@@ -292,7 +292,7 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
       all_users().erase(found);
     }
   }
-  // In parallel, because NCCL waits for the graphs of each communicator, and launches of one may wait for another.
+  // In parallel, because NCCL waits for the graphs that use a communicator, and these may wait for other communicators.
   int device = 0;
   (void)cudaGetDevice(&device);
   std::vector<std::thread> aborts;

@@ -212,8 +212,8 @@ class Program:
 def run(*arrays: Any) -> Any:
     """Returns the global outputs for global arrays, in the order of INPUTS.
 
-    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. At the end it frees their memory.
-    Raises ValueError if an array has the wrong dtype or shape, RuntimeError if this host has too few GPUs.
+    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Frees their memory at the end. Raises
+    ValueError if an array has the wrong dtype or shape, RuntimeError if this host has too few GPUs.
     """
     if len(arrays) != len(INPUTS):
         raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(INPUTS)}: {', '.join(each.name for each in INPUTS)}")
@@ -274,7 +274,7 @@ def _joined(parameter: Parameter, locals: Sequence[Any]) -> Any:
 
 
 def _expect(parameter: Parameter, array: Any) -> None:
-    """Raises ValueError unless it is a contiguous array of the parameter's dtype and number of dims."""
+    """Raises ValueError unless `array` is a contiguous array of the parameter's dtype and number of dims."""
     kind = torch.Tensor if TARGET == "cuda" else np.ndarray
     if not isinstance(array, kind):
         what = f"{kind.__module__}.{kind.__name__}"

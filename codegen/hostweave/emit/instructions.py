@@ -138,7 +138,7 @@ class Emitter:
         return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
-        """Returns the C++ for the size of a buffer in bytes, or for the size of `elements` of its elements."""
+        """Returns the C++ for a number of bytes: those of `elements` elements of a buffer, by default of the whole buffer."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
         return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
@@ -345,7 +345,7 @@ class Emitter:
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """Emits a broadcast in place. Casts the const of the root's buffer away, because the broadcast only reads this buffer."""
+        """Emits a broadcast in place. Casts away the const of the root's buffer, because the broadcast only reads this buffer."""
         number: Expr = Const(0)  # the root's rank in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:

@@ -57,7 +57,7 @@ class Section:
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # the transposed result, a return, is last
+        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # a transposed result is stored by a return
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]

@@ -106,7 +106,7 @@ class Machine {
   void detach(Lock& lock);
   void enter(Lock& lock);
   void leave(Lock& lock);
-  // Blocks until ready() returns true; it is called with the lock held. Returns false after a failure.
+  // Blocks until ready() returns true. Calls `ready` with the lock held. Returns false after a failure.
   bool wait(Lock& lock, std::string waits_for, std::function<bool()> ready);
   void scheduling_point(Lock& lock);
   void pause(Lock& lock);
@@ -199,7 +199,7 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  std::chrono::steady_clock::time_point deadline() const;  // when a deadlock is reported if there is no progress
+  std::chrono::steady_clock::time_point deadline() const;  // when a deadlock is reported, unless there is progress
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);

@@ -79,7 +79,7 @@ struct OpName {
   int stream = 0;
   const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
-  int subject = -1;                // index of the argument that reports name; -1: none
+  int subject = -1;                // index of the argument whose name is in reports; -1: none
   Place place;
 
   std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)

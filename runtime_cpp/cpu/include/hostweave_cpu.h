@@ -100,8 +100,8 @@ typedef struct hw_cpu_range {
 } hw_cpu_range;
 
 // Enqueues a kernel: `run` is called once with a copy of the closure and executes the whole grid. `name` and the ranges are
-// copied. Seeded mode fills write-only ranges with NaN when the kernel begins. `subject` is the index of the argument that
-// reports name.
+// copied. Seeded mode fills write-only ranges with NaN when the kernel begins. `subject` is the index of the argument whose name
+// is in reports.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 

@@ -24,7 +24,7 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks on the CPU device. It would not detect a deadlock if one rank left before another arrived.
+// Barrier of all ranks on the CPU device. Without it, the device would miss a deadlock if a rank left before another arrived.
 void meet(int ranks);
 // Waits for the stream. Returns false if the stream is not done yet: check if the ranks are stopped, and call again.
 bool synchronize(cudaStream_t stream);

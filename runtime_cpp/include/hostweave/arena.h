@@ -16,8 +16,8 @@ class Arena {
   // `calls` may be shared with other programs, whose calls then run one after another too.
   explicit Arena(CallOrder& calls);
 
-  // Places every buffer of the plan. The memory grows if needed and never shrinks. Memory of captured graphs is freed with the
-  // program.
+  // Places every buffer of the plan. The memory grows if needed and never shrinks. Outgrown memory that captured graphs use is
+  // freed with the program.
   void reserve(MemoryPlan& plan);
 
   // See CallOrder.

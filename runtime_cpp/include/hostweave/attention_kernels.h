@@ -92,7 +92,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     products.combine(most, [](float a, float b) { return fmaxf(a, b); });
     HW_UNROLL
     for (int i = 0; i < rows; ++i) {
-      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);  // none: no column so far
+      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);  // none() before the first column
       sums[i] *= before, largest[i] = most[i];
       HW_UNROLL
       for (int j = 0; j < columns; ++j) sums[i] += scores[i][j] = expf(scores[i][j] - shift);
@@ -161,7 +161,7 @@ __device__ void differentiate_scores(typename Products<T>::Scores& scores, Produ
       const int64_t of_score = column + Its::column(j);
       const bool sees = rows.sees(row, of_score);
       const float own = sees ? weight(scores[i][j] * p.scale + bias(first + row, of_score), rows.lse[row]) : 0;
-      scores[i][j] = sees ? own * (changes[i][j] - rows.sums[row]) : 0;  // padding is undefined
+      scores[i][j] = sees ? own * (changes[i][j] - rows.sums[row]) : 0;  // scores of padding are undefined
     }
   }
 }

@@ -1,4 +1,4 @@
-// Matmuls with few rows, x[rows, depth] w[depth, columns], whose time is that of reading the weights once. A cluster computes
+// Matmuls with few rows, x[rows, depth] w[depth, columns]. They take as long as reading the weights once. A cluster computes
 // kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
 // are deterministic. One kernel may compute several matmuls with the same x.
 #pragma once
@@ -78,7 +78,6 @@ __device__ inline uint2 four_terms(const uint4& v, int i, f8e4m3) {
 // Sums of a warp, padded against bank conflicts.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
-// Stores a group of rows.
 template <class Sums>
 __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) {
 #pragma unroll
@@ -89,7 +88,7 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
 }
 
 // Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Lanes need not exchange operands, because
-// the order of terms is the same in both.
+// each lane reads the same terms of both operands, in the same order.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -239,7 +238,6 @@ struct NarrowSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Smaller of i and count - 1.
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
 // Multiplies the sums of a block of 128 terms by its scales, and adds them to the total. `first` is the first column.

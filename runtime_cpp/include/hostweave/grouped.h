@@ -10,7 +10,7 @@
 namespace hw {
 
 struct GroupedTypes {
-  cudaDataType_t operands, result;  // results of 16-bit operands may be f32, which are not rounded
+  cudaDataType_t operands, result;  // the result of 16-bit operands may be f32, without rounding
 };
 
 inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }

@@ -77,7 +77,6 @@ template <class T, int kCount>
 HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
-// Converts a vector.
 template <class T, class From, int kCount>
 HW_DEVICE Values<T, kCount> converted(const Values<From, kCount>& values) {
   Values<T, kCount> result;
@@ -175,8 +174,8 @@ HW_DEVICE void griddep_launch() {
 #endif
 }
 
-// Programmatic dependent launch: waits until all earlier work on the stream has completed and is visible. Read nothing that an
-// earlier kernel may write before this. Also allows the next kernel to start.
+// Programmatic dependent launch: waits until all earlier work on the stream has completed and is visible. Before this call, a
+// kernel must not read data that an earlier kernel may write. Also allows the next kernel to start.
 HW_DEVICE void griddep_wait() {
   griddep_launch();
 #if __CUDA_ARCH__ >= 900

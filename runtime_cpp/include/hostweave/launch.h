@@ -1,7 +1,7 @@
 // Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
 // hw::launch_pdl uses programmatic dependent launch, for kernels that call hw::griddep_wait(). Blocks of such a kernel start
 // while earlier work on the stream ends, which saves about a microsecond. The CPU device detects races from declared accesses.
-// Generated kernels declare accesses by HW_TOUCHES, and launches of user kernels by hw::reads and hw::writes.
+// Generated kernels declare their accesses by HW_TOUCHES. Launches of user kernels declare them by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -86,8 +86,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Sorts the `first` first elements of each row of n. A cluster sorts a row, with as many blocks as have work and run at once. If
-// rows are few, long and sorted completely, the whole grid sorts one row after another.
+// Sorts the `first` first elements of each row of n. A cluster sorts a row. It has as many blocks as have work and can run at
+// once. If rows are few, long and sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -107,7 +107,7 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work and run at once. Large
+// Matmuls with few rows: one cluster per kProductColumns columns. It has as many blocks as have work and can run at once. Large
 // clusters cannot fill every GPC, so the limit is lower for them.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
@@ -174,7 +174,8 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// Kernels call it first. During the launch, it records the accesses and returns true, and the kernel returns. Later: false.
+// A kernel calls this function first. On the thread that launches the kernel, it records the accesses and returns true, and the
+// kernel returns. When the kernel runs, it returns false.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by
@@ -259,7 +260,6 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// Cooperative launch.
 template <class... Params, class... Args>
 cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   int device = 0, most = 0;
@@ -289,7 +289,6 @@ inline int64_t resident_blocks(const void* function, int threads) {
   return blocks;
 }
 
-// Programmatic dependent launch.
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;

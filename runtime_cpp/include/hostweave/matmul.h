@@ -1,4 +1,4 @@
-// Matmuls by cuBLASLt: planned once per shape, then only enqueued.
+// Matmuls by cuBLASLt. A plan is made once per shape; a call only enqueues it.
 #pragma once
 #include <cublasLt.h>
 
@@ -68,7 +68,7 @@ class MatmulPlan {
   cublasStatus_t one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                            const Epilogue& epilogue) const;
   bool has_bias() const { return (epilogue_ & CUBLASLT_EPILOGUE_BIAS) != 0; }
-  Plan* planned(const Strided& a, const Strided& b, const Strided& c) const;  // a new one
+  Plan* planned(const Strided& a, const Strided& b, const Strided& c) const;  // makes a new plan
   void describe(Plan& plan) const;
   void load_kernels(const Plan& plan) const;
   cublasLtMatmulAlgo_t fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const;

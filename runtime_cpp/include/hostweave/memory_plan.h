@@ -28,7 +28,7 @@ class MemoryPlan {
   void allocate_window(Buffer& pointers, int64_t count, const OfStreams&... streams) {
     allocate(pointers, count, streams..., true);
   }
-  // Allocates `bytes` bytes per pointer: for all streams, or with a pool for one stream each.
+  // Allocates `bytes` bytes per pointer. With a pool, each pointer belongs to one stream of the pool.
   void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);
 
   template <class T>

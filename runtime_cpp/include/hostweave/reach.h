@@ -23,7 +23,7 @@ struct Registered {
   std::vector<char*> peers;         // base of each rank's memory, in this rank's address space
 };
 
-// Allocates memory that this channel and others of its transport can register; null means no channel.
+// Allocates memory that this channel and others of its transport can register. `channel` is null if this rank is in no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
 // Collective: registers such memory. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);

@@ -93,7 +93,8 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
 }
 
 // Sorts the first k elements of a long row if few candidates remain after filtering. The threshold is the k-th smallest of the
-// threads' minima, so at least k elements do not exceed it. Only those are candidates; they are few unless many are equal.
+// threads' minima, so at least k elements do not exceed it. These elements are the candidates. They are few, unless many elements
+// are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;

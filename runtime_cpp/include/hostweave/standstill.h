@@ -35,7 +35,7 @@ struct Standstill {
     int number = 0;                   // number of a signal
     int64_t nth = 0;                  // position among the call's collectives on this channel, from 1
   };
-  // How many collectives of the call the rank has begun on a channel.
+  // Number of collectives of the call that the rank has begun on a channel.
   struct Begun {
     std::string channel;
     std::vector<int64_t> ranks;

@@ -74,8 +74,8 @@ class CallOrder {
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
-  // RAII: this thread captures calls without these nodes. Such a graph must be launched between `begin_call` and `end_call`. It
-  // can be a chain of kernels, which launches nearly as fast as one kernel.
+  // RAII: this thread captures calls without the nodes of `begin_call` and `end_call`. Such a graph must be launched between
+  // `begin_call` and `end_call`. It can be a chain of kernels, which launches nearly as fast as one kernel.
   class OfKernels {
    public:
     OfKernels();

@@ -33,7 +33,6 @@ class TermExchange {
     return {own, count, static_cast<const typename Terms::Element*>(all), exchange(), 0};
   }
 
-  // Number of multiprocessors.
   int64_t multiprocessors() const;
 
   struct Shared;

@@ -30,8 +30,8 @@ void read(int argc, char** argv, const std::vector<Setting>& settings);
 // Runs `rank` for each rank in its own thread. Exits if one throws, because the others would wait for it.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
-// A dim of a global tensor. A rank holds one of `shards` shards. In zigzag it holds two of 2 * shards pieces: number r from
-// either end.
+// A dim of a global tensor. A rank holds one of `shards` shards. In zigzag, rank r holds two of 2 * shards pieces: piece r from
+// the start, and piece r from the end.
 struct Dim {
   int64_t size, shards = 1, index = 0;
   bool zigzag = false;
@@ -94,9 +94,9 @@ class DeviceTensor {
   void randomize(uint64_t seed);
   void fill_bytes(int value) const;
   Bytes to_host() const;
-  // Throws std::runtime_error unless it equals its bytes after the previous call, and those of its twin.
+  // Throws std::runtime_error unless the tensor equals `before`, its bytes after the previous call, and the bytes of its twin.
   void expect_same(const Bytes& before, const Bytes& of_twin) const;
-  // Throws std::runtime_error unless it equals its block of the reference, which is the bytes of a global tensor.
+  // Throws std::runtime_error unless the tensor is close to its block of the reference, which is the bytes of a global tensor.
   void expect_close(const Bytes& reference, const Tolerance& tolerance) const;
 
   int twin() const { return twin_; }

@@ -310,7 +310,7 @@ class _Choice:
 
     def leave_out(self, root: Op, why: str) -> None:
         """Warns the user that no loop is formed, because chunks would cover different rows on each rank."""
-        text = f"stream of %{root.result.name} overlaps nothing: {why}, so that there is no loop; pad the dim to a multiple"
+        text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim to a multiple"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
@@ -379,7 +379,7 @@ class _Loops:
             return False
         fed = (user.result.stream for user in flow.consumers[op.result.name])
         if loop.by_block and (any(other and other.algorithm for other in fed) or (stream.algorithm and not self.moves_with(op, loop))):
-            return False  # one communication determines which block an iteration computes
+            return False  # only one communication of a loop can determine the block of an iteration
         for number, operand in enumerate(op.operands):
             if not isinstance(operand, str) or not loop.makes(operand):
                 continue

@@ -101,10 +101,11 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at the stated or assumed sizes.
 
     A communication is hoisted past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    keep their order. Before that, matmuls whose results are only returned move down, to positions at which a rank would otherwise wait.
+    keep their order. Matmuls whose results are only returned first move down, to positions at which a rank would otherwise wait.
 
     An overlapped gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if these delay other ops less than a
-    collective. If one uses copy engines, communications that overlap with nothing may use them too. A choice records each decision.
+    collective. As soon as one of them does, communications that overlap with nothing may use copy engines too. A choice records each
+    decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -132,7 +133,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
     """Moves sums over ranks, such as gradients of norms, to the end of the body if they overlap with nothing and no large op needs them.
 
-    One group can then post all these sums. Does nothing in bodies without matmuls.
+    `group_communications` can then put all these sums into one group. Does nothing in bodies without matmuls.
     """
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both

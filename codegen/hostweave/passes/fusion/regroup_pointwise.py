@@ -1,4 +1,4 @@
-"""Moves pointwise ops out of reshapes: computes them in the shape before or after the reshape, so that they fuse with the kernels there.
+"""Moves pointwise ops past reshapes: computes them in the shape before or after the reshape, so that they fuse with kernels of this shape.
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)

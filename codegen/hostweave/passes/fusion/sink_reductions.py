@@ -43,8 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Describes the terms of a value, of type `type`. A rank computes its term by applying the value's op to `operands`. Those in `summed`
-    are themselves terms."""
+    """The terms of a value, and their type. A rank computes its term by applying the value's op to `operands`. The operands in `summed` are
+    terms too."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -133,8 +133,8 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """Edges for the reduction of a value's terms. A cut with the value on the side of terms includes this cost, unless all consumers
-        are applied to terms."""
+        """Edges for the reduction of a value's terms. A cut pays for the reduction if the value is on the side of the terms and at least
+        one consumer needs the sum."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
@@ -146,8 +146,8 @@ class _Sinking:
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value that a reduction of the terms produces: the result of a reshard that is the value's only consumer, or else the
-        value."""
+        """The value that a reduction of the terms produces. If the only consumer of the value is a reshard, this is the reshard's result.
+        Otherwise it is the value itself."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

@@ -21,7 +21,7 @@ from hostweave.options import Options
 
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces each select from a stack by the stacked value, unless one all-reduce reduces the whole stack, as for a variance."""
+    """Replaces each select from a stack by the stacked value. Selects from the all-reduce of a stack stay."""
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:

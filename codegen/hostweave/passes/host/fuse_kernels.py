@@ -166,7 +166,7 @@ class Links:
         return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
 
     def _accesses(self, roots: set[str]) -> list[Place]:
-        """Places that access the memory of these roots, in program order."""
+        """Places that access the memory of these alias roots, in program order."""
         touching = {place for root in roots for place in self._touches.get(root, ())}
         return sorted(touching, key=_number)
 
@@ -175,7 +175,7 @@ class Links:
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
-        """Instructions between two places that access the memory of these roots."""
+        """Instructions between two places that access the memory of these alias roots."""
         return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
@@ -300,7 +300,7 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result reads no more bytes than reading it.
+    """True if recomputing the result reads no more bytes than loading the stored result.
 
     This holds for a cast to a dtype that is not narrower, and for a cheap formula. Inputs of the formula that are as large as its result
     must together have fewer bytes per element than the result.
@@ -371,8 +371,8 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses the launch at `place` into that at `into`. The result also writes the `kept` results of the producer. Names of the consumer's
-    kernel are kept."""
+    """Fuses a producer's launch, at `place`, into a consumer's launch, at `into`. The fused kernel also writes the `kept` results. Names of
+    the consumer's kernel are kept."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> its name in the consumer

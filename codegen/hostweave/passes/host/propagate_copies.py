@@ -109,7 +109,7 @@ class _Copy:
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
-        """Accesses of a parameter or allocation, each with the name that it uses."""
+        """Accesses of a parameter or allocation, each with the name of the buffer or view in the instruction."""
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 

@@ -56,7 +56,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction that can move before the instruction. If it is itself a view, this view."""
+    """Views in an instruction that can move before the instruction. An instruction that is a view yields itself."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):

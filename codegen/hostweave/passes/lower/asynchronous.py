@@ -58,7 +58,7 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """True if an op reads the value or a view of the value. Otherwise it is only returned, and the join at the body's end suffices."""
+        """True if an op reads the value or a view of it. For a value that is only returned, the join at the body's end suffices."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
@@ -83,8 +83,8 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait for a value. If no op reads the value, it has no event, and the stream waits for all
-        communication. This happens when the body's end copies a view of the value to a result."""
+        """Makes the caller's stream wait for a value, by the value's event. A value that no op reads has no event: if the end of the body
+        copies a view of such a value to a result, the stream waits for all communication."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:

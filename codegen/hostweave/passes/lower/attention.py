@@ -34,7 +34,7 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 class Seen:
     """Rows of a rank that attend to a block of keys, and the columns to which they attend.
 
-    `rows` and `columns` are 0 or 1 for a half, or None for all. `diagonal` is that of the causal mask, or None without a mask.
+    `rows` and `columns` are 0 or 1 for a half, or None for all. `diagonal` is the diagonal of the causal mask, or None without a mask.
     """
 
     rows: int | None = None

@@ -27,7 +27,8 @@ class Buffers:
         self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the chunk of the current iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs to their parameters, and outputs that an op writes to theirs. Returned views and inputs are copied at the end.
+        """Maps each input to its parameter. Maps an output to its parameter if an op writes the output. Returned views and inputs are
+        copied at the end.
 
         A result in donated memory is also copied at the end, when the input is no longer needed. `reuse_in_place` later removes such copies
         if possible.

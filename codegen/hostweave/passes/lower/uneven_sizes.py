@@ -61,7 +61,7 @@ def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
     if op.result.transport:  # the compiler chose the transport for sizes that divide evenly
-        yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
+        yield from ((dim, "the transport that the compiler chose") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
         for old, new in zip(before, after, strict=True):
