@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imported on first use, see Compiled.report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # a check that the user requests compares up to this many times as many elements
+ASKED = 10  # factor by which MAX_ELEMENTS is larger for a check that the user requests
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 

@@ -46,7 +46,8 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. They refer to it, not to each other, so no variant keeps another one alive."""
+    """Identity that a program shares with its variants. Variants refer to this object, not to each other, so no variant keeps another one
+    alive."""
 
 
 class Running:

@@ -131,11 +131,11 @@ CHECKED = {
     ),
     "two streams": (
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
-        "can occur at the same time, and signals are counted; add record/wait or put both on one stream",
+        "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),
     "a wait beside its own signal": (  # in a graph, both ranks may start with the wait
         on_two_streams(given(0), awaited(0)),
-        "can occur at the same time, and signals are counted; add record/wait or put both on one stream",
+        "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),
     "two signals before a wait": (
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(

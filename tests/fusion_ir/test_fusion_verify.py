@@ -137,7 +137,7 @@ AFTER = [
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0) = negative(%x)",
-        "text:2: stream of %y: it is in no loop; put its op into one",
+        "text:2: stream of %y: it is in no loop; put its op into a loop",
     ),
 ]
 

@@ -355,8 +355,8 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # The loader takes equal paths for the same library, and file descriptors are reused. So each time, the path of a descriptor is
-        # spelled differently.
+        # The loader assumes that equal paths name the same library, but file descriptors are reused. So each time, the path of a descriptor
+        # is spelled differently.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:

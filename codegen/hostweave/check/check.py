@@ -142,7 +142,7 @@ class _Checker:
             fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.signal_order.unordered(task, clock):
-            self.fail(part, f" and {earlier} can occur at the same time, and signals are counted; {_remedy(part, earlier)}")
+            self.fail(part, f" and {earlier} can occur at the same time, and a wait cannot tell signals apart; {_remedy(part, earlier)}")
 
     def memory(self, part: Operation, access: Access) -> Memory:
         return self.memories[_rank_of(part, access)][access.region.root]

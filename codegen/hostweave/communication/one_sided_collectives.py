@@ -39,7 +39,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; below it latency dominates: each rank reads all terms in one round, instead of a round for terms and one for results
+# bytes; for fewer, latency dominates, so each rank reads all terms in one round, instead of terms and then results in two rounds
 SMALL = 1 << 15
 
 

@@ -93,7 +93,7 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. Rotated by this rank's index, so that all ranks address different peers."""
+        """Owner of an iteration's block in a loop by shard. Depends on this rank's index, so that all ranks address different peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

@@ -186,7 +186,7 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
     if why := "" if loop else stream.too_many(op.result.type.shape[stream.dim]):
         raise ProgramError(f"{here}: {why}", op.location)
     if not loop and level >= LEVELS.index("choose_overlap"):
-        raise ProgramError(f"{here}: it is in no loop; put its op into one", op.location)
+        raise ProgramError(f"{here}: it is in no loop; put its op into a loop", op.location)
     if loop and stream.algorithm and op.kind not in RESHARDS:
         raise ProgramError(
             f"{here}: it has the algorithm {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location

@@ -31,7 +31,7 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
 SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split if there are few tiles
-# Tiles of Hostweave's kernels for grouped matmuls: that of a kernel with warpgroups, and that of one for groups of few rows. The kernel for
+# Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
 # outer products is slower, because it first transposes its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)

@@ -86,7 +86,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
-    """How much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
+    """Text that says how much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
     could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
     if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""

@@ -257,7 +257,8 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU, one thread block sorts each row.
+    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort each row. If rows are few and very long, the whole GPU sorts one
+    row after another.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """

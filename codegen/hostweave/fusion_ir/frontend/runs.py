@@ -21,7 +21,7 @@ Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds it to `unfit`, and starts again without it."""
+    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds `what` to `unfit`, and starts again without it."""
 
     def __init__(self, what: object):
         self.what = what
@@ -129,8 +129,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand: its possible roles if one group or stack has its values of both calls, its roles if none has, and the two
-        values."""
+        """The roles that each operand can have in two calls, as a tuple: its roles if its two values can be in one group or stack, its
+        roles if they cannot, and the two values."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -185,8 +185,8 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group whose tensors, except the last one, are the values of a lagged column after its first value. () if there is
-        none."""
+        """The stack or group that a lagged column reads: all values of the column except the first are its tensors, without its last
+        tensor. () if there is none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -248,7 +248,8 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object]) -> tuple[Column, ...] | None:
-        """Columns that are interleaved from index `begin` on. None unless one is in `wanted`, and the others are wanted or groups."""
+        """Columns that are interleaved from index `begin` on. At least one is in `wanted`, and each other column is in `wanted` or can be a
+        group. None if there are no such columns."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)

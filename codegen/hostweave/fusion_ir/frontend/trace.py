@@ -110,12 +110,12 @@ class Tensor:
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
 
-        - `chunks` is the number of iterations. Without it, each index is an iteration.
+        - `chunks` is the number of iterations. If it is omitted, each index is one iteration.
         - `chunking` is `by_shard` (a chunk is one rank's shard) or `across_shards` (a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put, broadcast, reduce or all_gather.
 
-        The compiler chooses arguments that are omitted. In loops by shard, ranks exchange shards in the order of ring collectives
-        (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
+        The compiler chooses `chunking` and `algorithm` if they are omitted. In loops by shard, ranks exchange shards in the order of ring
+        collectives (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
 
         Raises ProgramError if the tensor is an input, or if its op needs all of the dim at once.
 
