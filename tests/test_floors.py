@@ -51,7 +51,7 @@ FLOORS = (
 # Modules that import inside functions. In all other modules imports are at the top.
 DELAYED_IMPORTS = {
     "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
-        *("api", "compiled", "build/program", "check/check", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
+        *("api", "compiled", "build/program", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
         "torch/dynamo",
     ),
     "packages that may be missing": ("torch/generation",),

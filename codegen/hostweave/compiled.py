@@ -16,7 +16,6 @@ from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
 from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
-from hostweave.check.check import MAX_ELEMENTS, check
 from hostweave.check.sizes import default_sizes
 from hostweave.communication.schedules import need_optional_transport
 from hostweave.fusion_ir.choice import IN_SEQUENCE
@@ -60,6 +59,8 @@ class Compiled:
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
         """Proves the order of all ranks' operations, and compares the results with those of the fusion. Returns the parts that are not
         covered."""
+        from hostweave.check.check import MAX_ELEMENTS, check  # imports NumPy, which compiling without a check does not need
+
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
         most = MAX_ELEMENTS * (ASKED if is_asked else 1)

@@ -6,8 +6,9 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import host_text
@@ -96,6 +97,43 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
     pieces = Pieces(rows * columns * 2, frozenset(places))
     assert pieces.first_segments == [range(start, start + columns) for start in (0, columns, rows * columns, (rows + 1) * columns)]
     assert [pieces.covered[place] for place in places] == [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1)]
+
+
+def steps_of_python(divide: Callable[[], Pieces]) -> int:
+    """Number of lines that Python executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        divide()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_dividing_more_rows_takes_no_more_steps() -> None:
+    """If a program compares a size with a number such as 262144, it is checked at larger sizes too."""
+
+    def divided(rows: int) -> Pieces:
+        return Pieces(32 * rows, frozenset((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24) for count in (rows, rows // 2)))
+
+    assert len(divided(2**12).first_segments) == 8
+    assert steps_of_python(lambda: divided(2**12)) == steps_of_python(lambda: divided(2**6))
+
+
+@pytest.mark.parametrize("scale", [1, 2**59, 2**60, 2**70])
+def test_buffers_of_any_size_are_divided(scale: int) -> None:
+    """64 bits hold no byte position from 2**63 on."""
+    left, right, top = (0, ((4, 2 * scale),), scale), (scale, ((4, 2 * scale),), scale), (0, (), 4 * scale)
+    pieces = Pieces(8 * scale, frozenset((left, right, top)))
+    assert pieces.first_segments == [range(start * scale, (start + 1) * scale) for start in (0, 1, 4, 5)]
+    assert [pieces.covered[of] for of in (left, right, top)] == [(0, 2), (1, 3), (0, 1)]
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:

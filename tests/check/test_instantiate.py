@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import permutations, product
 
 import host_text
 import numpy as np
@@ -11,7 +11,8 @@ import pytest
 from lowered_fusions import NAMES, evaluate, program
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.operations import layout, starts
+from hostweave.check.memory import starts_of_runs
+from hostweave.check.operations import layout
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, sizes_to_check
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
@@ -26,7 +27,7 @@ def test_contiguous_dims_are_one_run() -> None:
 def test_columns_are_rows_of_runs() -> None:
     columns = layout(f32, (6, 2), (8, 1))
     assert (columns.rows, columns.run) == (((6, 32),), 8)
-    assert starts(columns.rows, columns.run) == [0, 32, 64, 96, 128, 160]
+    assert starts_of_runs(0, columns.rows, columns.run, np.dtype(int)).tolist() == [0, 32, 64, 96, 128, 160]
 
 
 def test_the_order_of_dims_does_not_matter() -> None:
@@ -35,7 +36,7 @@ def test_the_order_of_dims_does_not_matter() -> None:
 
 def test_an_empty_view_has_no_bytes() -> None:
     empty = layout(f32, (4, 0), (0, 1))
-    assert starts(empty.rows, empty.run) == []
+    assert starts_of_runs(0, empty.rows, empty.run, np.dtype(int)).tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -46,9 +47,9 @@ def test_byte_layouts_equal_those_of_numpy(seed: int) -> None:
     view = view.transpose(draw.sample(range(3), 3))
     covered = layout(i8, view.shape, view.strides)
     first = int(view.min())
-    assert sorted(first + start + i for start in starts(covered.rows, covered.run) for i in range(covered.run)) == sorted(
-        view.ravel().tolist()
-    )
+    assert sorted(
+        start + i for start in starts_of_runs(first, covered.rows, covered.run, np.dtype(int)) for i in range(covered.run)
+    ) == sorted(view.ravel().tolist())
 
 
 def test_operations_of_each_rank() -> None:
@@ -134,6 +135,14 @@ def test_sizes_where_a_sum_must_divide() -> None:
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
     assert list(sizes_to_check(program)) == [{"M": 9}, {"M": 11}]
+
+
+@pytest.mark.parametrize("conditions", list(permutations(("M * N * K <= 16384", "N * K <= 16384", "M * N <= 256"))))
+def test_few_sizes_are_large(conditions: tuple[str, ...]) -> None:
+    """One size changes all conditions, so the check takes little memory. If M and N were large, a buffer would have 2**26 elements."""
+    branches = "\n".join(f"if {condition} {{\ncopy %x -> %y\n}} else {{\ncopy %x -> %y\n}}" for condition in conditions)
+    program = host_text.parse(f"host @t(%x: f32[M, N, K]) -> (%y: f32[M, N, K]) mesh(x=1) {{\n{branches}\n}}\n")
+    assert list(sizes_to_check(program)) == [{"M": 2, "N": 2, "K": 2}, {"M": 2, "N": 2**14, "K": 2}]
 
 
 SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(N - 2)@x]) mesh(x=4) uneven(M) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import combinations
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.base.garbage import without_garbage_collection
@@ -13,14 +13,12 @@ from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, match_communications
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, failure
+from hostweave.check.results.results import Case, Results, Stages
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
-
-if TYPE_CHECKING:
-    from hostweave.check.results.results import Case, Stages
 
 MAX_ELEMENTS = 4e6  # largest number of elements of a fusion whose results are compared by default
 
@@ -61,12 +59,8 @@ def check(
     receiver has waited for the first. CUDA graphs need the last two rules.
     """
     calls = 2 if program.has_signals else 1
-    results = None
     checked: list[Case] = []
-    if fusion:
-        from hostweave.check.results.results import Results  # imports NumPy, which the rest does not need
-
-        results = Results(fusion, program, stages, max_elements)
+    results = Results(fusion, program, stages, max_elements) if fusion else None
     with without_garbage_collection():
         for chosen_sizes in sizes_to_check(program) if sizes is None else (sizes,):
             instances = instantiate(program, chosen_sizes, calls)

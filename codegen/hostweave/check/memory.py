@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hostweave.check.happens_before import Clock, Task
-from hostweave.check.operations import Access, ByteRegion, Operation, Root, starts
+from hostweave.check.operations import Access, ByteRegion, Operation, Root
 from hostweave.host_ir import tree
 
 
@@ -24,28 +28,30 @@ class Pieces:
     """Partition of a buffer's bytes into pieces that every access covers completely or not at all. A piece need not be contiguous."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
-        runs = {block: [(block[0] + start, block[0] + start + block[2]) for start in starts(*block[1:])] for block in regions_of_bytes}
-        cuts = sorted({0, size}.union(*(cut for runs_of_block in runs.values() for cut in runs_of_block)))
-        segment_at = {cut: number for number, cut in enumerate(cuts)}  # byte position of a cut -> number of the segment that begins there
-        segments = {
-            block: [i for start, end in runs_of_block for i in range(segment_at[start], segment_at[end])]
-            for block, runs_of_block in runs.items()
-        }
-        piece_of, count = [0] * (len(cuts) - 1), 1
-        for covered in segments.values():
-            inside: dict[int, int] = {}  # old piece -> new piece with the bytes that this access covers
-            for segment in dict.fromkeys(covered):
-                before = piece_of[segment]
-                if before not in inside:
-                    inside[before], count = count, count + 1
-                piece_of[segment] = inside[before]
-        number: dict[int, int] = {}  # numbers the pieces in the order of their first segments
-        self.first_segments: list[range] = []
-        for segment, piece in enumerate(piece_of):
-            if piece not in number:
-                number[piece] = len(number)
-                self.first_segments.append(range(cuts[segment], cuts[segment + 1]))
-        self.covered = {block: tuple(sorted({number[piece_of[segment]] for segment in covered})) for block, covered in segments.items()}
+        last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))
+        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy computes with Python's integers if 64 bits are too few
+        starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
+        ends = {block: first + block[2] for block, first in starts.items()}
+        cuts = np.unique(
+            np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()])
+        )  # segments of bytes begin and end here
+        piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
+        for block in regions_of_bytes:
+            first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))
+            covers[block] = np.cumsum(first - end)[:-1] > 0
+            parts = 2 * piece_of + covers[block]  # splits the pieces that the access covers partly
+            piece_of = (np.cumsum(np.bincount(parts) > 0) - 1)[parts]
+        first_of_piece = np.sort(np.unique(piece_of, return_index=True)[1])  # pieces are numbered in the order of their first segments
+        self.first_segments = [range(int(cuts[segment]), int(cuts[segment + 1])) for segment in first_of_piece]
+        self.covered = {block: tuple(np.flatnonzero(of[first_of_piece]).tolist()) for block, of in covers.items()}
+
+
+def starts_of_runs(offset: int, rows: tuple[tuple[int, int], ...], run: int, integer: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Byte position of each contiguous run of a region."""
+    found = np.full(min(run, 1), offset, integer)
+    for count, step in rows:
+        found = np.add.outer(found, np.arange(count).astype(integer) * step).ravel()
+    return found
 
 
 def _byte_blocks(region: ByteRegion) -> ByteBlocks:

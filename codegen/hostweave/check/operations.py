@@ -46,14 +46,6 @@ class ByteLayout:
         return tuple(merged) if self.count else ()
 
 
-def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
-    """Byte offset of each run, relative to the first one."""
-    found = [0] if run else []
-    for how_many, step in rows:
-        found = [start + i * step for start in found for i in range(how_many)]
-    return found
-
-
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
     """Layout of a strided view. Merges dims where possible; the contiguous ones become the run."""
     rows: list[tuple[int, int]] = []
