@@ -272,3 +272,26 @@ def sums_right(seed: int) -> bool:
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_sums(seeds: range) -> None:
     assert sum(map(sums_right, seeds)) > 0.5 * len(seeds)
+
+
+def differences_right(seed: int) -> bool:
+    """The difference of two equal sums is zero, and every rank agrees on it."""
+    generator = Generator(seed)
+
+    def total(x: hw.Tensor) -> hw.Tensor:
+        while x.ndim:
+            x = hw.sum(generator.resharded(x), generator.random.randrange(x.ndim))
+        return x
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded("MNK")])
+    def difference(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        zero = total(x) - total(-x * -1)
+        return hw.sign(zero) + x, hw.where(zero == 0, x, -x)
+
+    return computes(generator, difference, seed)
+
+
+@pytest.mark.parametrize("seeds", parts(24, 2000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_random_differences(seeds: range) -> None:
+    assert sum(map(differences_right, seeds)) > 0.5 * len(seeds)

@@ -141,12 +141,15 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
     symbols_of_conditions = {name for condition in conditions for name in _deciding_symbols(condition)}
     smallest = _enlarged(program, symbols_of_conditions)
     small = (smallest, *_uneven(program, smallest))
-    factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
+    at_smallest, changes = RankSizes(smallest, program.mesh), list[dict[str, int]]()
     for condition in conditions:
-        found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
-        if larger := [name for name, factor in found.items() if 1 < factor <= max_factor]:
-            name = min(larger, key=lambda name: (name not in factors, found[name]))  # one symbol is enough
-            factors[name] = max(factors.get(name, 1), found[name])
+        found = {name: _factor_until_change(condition, name, at_smallest) for name in _deciding_symbols(condition)}
+        changes.append({name: factor for name, factor in found.items() if 1 < factor <= max_factor})
+    factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
+    for larger in sorted(filter(None, changes), key=len):
+        # few symbols are enlarged: one for each condition, and the same one for several conditions if possible
+        name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
+        factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
         return small
     other = {name: (size, size * factors[name]) if name in factors else (0, size) for name, size in smallest.items()}
