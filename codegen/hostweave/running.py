@@ -98,7 +98,7 @@ class Running:
         return self.variants.at_sizes(sizes, group if isinstance(group, Group) else self) or self
 
     def _known(self, sizes: Sizes) -> Sizes:
-        """Reduces sizes to those that appear in the program by name."""
+        """Keeps only the sizes that appear in the program by name."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
     def _rebound(self, held: BoundInputs | None) -> BoundInputs | None:

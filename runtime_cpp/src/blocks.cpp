@@ -36,7 +36,7 @@ Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
 
 Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
 
-// One 2-D copy covers the dims from the second to last split dim on.
+// One 2-D copy covers all dims from the second-to-last split dim on.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
   const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;

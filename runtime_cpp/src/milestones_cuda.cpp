@@ -96,7 +96,7 @@ int Milestones::set(cudaStream_t stream, bool is_captured) {
     all_->free.pop_back();
     event = all_->events[milestone];
   }
-  HW_CHECK(cudaEventRecord(event, stream));  // without the lock: it may wait for room in the queue of the GPU
+  HW_CHECK(cudaEventRecord(event, stream));  // without the lock, because the call may wait for room in the GPU's queue
   return milestone;
 }
 

@@ -20,7 +20,7 @@ PLANS = re.compile(r"^\w+ Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
 
 def groups(plan: str) -> list[list[str]]:
     """Groups of buffers in the comment. A long item continues on the next line."""
-    comment = re.search(r"so these may share bytes:\n((?: *// .*\n)*)", plan)
+    comment = re.search(r"so they may share bytes:\n((?: *// .*\n)*)", plan)
     lines = re.sub(r"\n *// (?!- )", " ", "\n" + comment[1]) if comment else ""
     return [re.findall(r"\w+", item) for item in lines.split("// - ")[1:]]
 

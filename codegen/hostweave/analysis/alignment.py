@@ -19,7 +19,7 @@ class Unaligned:
     matmul: ir.Matmul
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
-    dims: tuple[str, ...]  # dims k, m and n whose size would have to be a multiple of `step`, and is not
+    dims: tuple[str, ...]  # dims k, m and n that are not aligned: their sizes should be multiples of `step`
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
     gain: float  # seconds saved by an aligned matmul, minus the seconds of the matmuls of the remaining rows, columns and terms
 

@@ -37,7 +37,7 @@ class Iteration:
     `indices` gives the index of each dim of every value, or None for a dim of one element. A reduction reads values with `kept` and
     `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all that are not reduced.
 
-    A joined or padded dim of a concat's or pad's operand is called a part, and has a name. Its index is that of the result's dim.
+    A joined or padded dim of a concat's or pad's operand is called a part, and has a name. A part has the index of the result's dim.
     """
 
     sizes: dict[str, Size]  # size of each index, in the order in which the inputs first use it

@@ -70,7 +70,8 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """Returns the CUDA parts of this machine: those of the first complete version. If no version is complete, those of the first one."""
+    """Returns the parts of the first complete CUDA version on this machine. If no version is complete, returns the parts of the first
+    one."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -156,7 +157,8 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, or that of GPU 0, or sm_90. Instructions that only Hopper has need sm_90a."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, or the architecture of GPU 0, or sm_90. Instructions that only Hopper has need
+    sm_90a."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 

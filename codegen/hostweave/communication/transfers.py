@@ -169,7 +169,7 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
 
 
 def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
-    """Contiguous memory with the blocks of `src` in order: that of `src`, or a copy."""
+    """Contiguous memory with the blocks of `src` in order: the memory of `src`, or a copy."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):

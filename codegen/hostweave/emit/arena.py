@@ -13,7 +13,9 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
-    return ("// Disjoint live ranges, so these may share bytes:\n" + shared if shared else "") + _plan(steps, context)
+    return ("// The live ranges of these buffers are disjoint, so they may share bytes:\n" + shared if shared else "") + _plan(
+        steps, context
+    )
 
 
 def calls_functions(steps: MemoryEvents) -> bool:

@@ -70,7 +70,7 @@ class _Binding:
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Returns the inputs in order. Each input binds those of its sizes that no earlier input binds."""
+    """Returns the inputs in order. An input binds its sizes, except sizes that an earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []

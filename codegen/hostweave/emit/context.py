@@ -165,8 +165,8 @@ class ProgramContext:
     def condition_of_plan(self, key: PlanKey) -> str:
         """C++ condition under which a plan is needed; empty if always.
 
-        The condition has up to two parts: the flag of a submesh, if all uses are on that submesh, and the condition on sizes, if all uses
-        have the same one.
+        The condition contains the flag of a submesh if all uses are on that submesh. It contains a condition on sizes if this is the
+        condition of all uses.
         """
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

@@ -257,8 +257,8 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """Returns the C++ of a remainder that is never negative. In C++, the sign of `%` is that of the left operand. If the left operand
-        may be negative, a multiple of the right operand is added to it."""
+        """Returns the C++ of a remainder that is never negative. In C++, `%` has the sign of the left operand. If this operand may be
+        negative, a multiple of the right operand is added to it."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

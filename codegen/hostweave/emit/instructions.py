@@ -43,7 +43,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits one body: that of the program or of a function. A function is passed as a HostProgram too."""
+    """Emits the body of a program or of a function. A function is passed as a HostProgram, too."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function

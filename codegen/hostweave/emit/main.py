@@ -132,7 +132,7 @@ def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh,
 
 
 def executable_of(program: str) -> str:
-    """Name of the program's executable. It differs from the name of a CMake target."""
+    """Name of the program's executable, which is not a name of `_OF_CMAKE`."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
@@ -142,7 +142,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(type: TensorType, program: Mesh) -> str:
-    """C++ of the first rank with the same shard of an output as rank r, or of rank r itself if no formula gives the first one."""
+    """C++ of the first rank that has the same shard of an output as rank r. If no formula gives this rank, C++ of rank r itself."""
     mesh = type.mesh_in(program)
     if not type.axes:
         return str(mesh.all_ranks[0])

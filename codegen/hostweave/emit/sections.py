@@ -131,8 +131,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type. This is a local variable, declared at the first use, or an expression: if the value is used
-        once, and the expression is short or is assigned to a variable."""
+        """C++ of a value in its compute type: a local variable that is declared at the first use. If the value is used once, and its
+        expression is short or is assigned to a variable, the C++ is the expression."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:

@@ -15,9 +15,9 @@ ONE = Size()
 class IndexMap:
     """Labels of an op's dims. Dims with the same label, in operands and result, share an iteration index.
 
-    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks
-    two kinds of dims: a dim of one element that is broadcast, new, or kept after a reduction; and a dim that cannot be sharded, because the
-    op slices, pads or concatenates it.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks a
+    dim of one element that is broadcast, new, or kept after a reduction. It also marks a dim that cannot be sharded, because the op slices,
+    pads or concatenates the dim.
 
     - `outer`: labels of dims that a reshape splits or merges. Only the outermost of these dims has the label. It can be sharded, but not
       chunked.

@@ -304,7 +304,7 @@ class Fusion:
 
     @property
     def all_ops(self) -> Iterator[Op]:
-        """Ops of the called functions, then those of the fusion."""
+        """Ops of the called functions, then ops of the fusion."""
         return (op for body in (*self.functions, self) for op in body.ops)
 
     @property

@@ -136,7 +136,7 @@ def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, me
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Reduction over ranks that the result still needs: over the axes that split reduced dims, and over those of a partial operand.
+    """Reduction over ranks that the result still needs: over the axes that split reduced dims, and over the axes of a partial operand.
 
     Raises ProgramError if an operand is partial and the op is not linear in it, or if two reductions differ.
     """

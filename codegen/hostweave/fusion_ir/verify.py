@@ -163,7 +163,7 @@ def _verify_further_results(body: Fusion) -> None:
             raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
-            if wanted != replace(op.result.type, mesh=None):  # type of the kernel's output; the mesh is that of the kernel's operands
+            if wanted != replace(op.result.type, mesh=None):  # type of the kernel's output; its mesh is the mesh of the kernel's operands
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 

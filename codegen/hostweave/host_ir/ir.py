@@ -151,7 +151,7 @@ class Channel:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if communications of the channel must not overlap with those of another such channel on the same device."""
+        """True if communications of the channel must not overlap with communications of another such channel on the same device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
@@ -296,7 +296,7 @@ class HostProgram:
         return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:
-        """All instructions: those of functions, then those of the main body."""
+        """All instructions, first of functions, then of the main body."""
         return (i for body in (*(function.body for function in self.functions), self.body) for i in walk(body))
 
     def local_type(self, parameter: Parameter) -> BufferType:

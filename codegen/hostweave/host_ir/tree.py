@@ -79,7 +79,7 @@ class Instruction:
     in_window: ClassVar[bool] = False  # it allocates memory that peers access
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
-    # operand and result may share memory: dst with the field "src" or "accumulate", or with this rank's "block of src" or "block of dst"
+    # may share memory: dst and field "src" or "accumulate"; dst and this rank's "block of src"; src and this rank's "block of dst"
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def packed(self) -> Cuts:
-        """The cuts of the tensor whose packed blocks the instruction's buffer has. Empty for other instructions."""
+        """If the instruction's buffer has the packed blocks of a tensor, the cuts of this tensor. Empty for other instructions."""
         return ()
 
     @property

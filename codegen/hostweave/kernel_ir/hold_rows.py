@@ -109,7 +109,8 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands that the op reads at the loop's indices. Excludes operands that are gathered, or of which only the size matters."""
+    """Operands that the op reads at the loop's indices. Excludes operands that are gathered, and operands that the op reads only for their
+    size."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 

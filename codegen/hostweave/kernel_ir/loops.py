@@ -79,8 +79,8 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    A place has an offset that depends on the loop indices. It is an input, a result in memory (see `stored`), or an index (see `index_at`).
-    `outer` is the size for which OUTERMOST stands.
+    A place is an input, a result in memory (see `stored`), or an index (see `index_at`). Its offset depends on the loop indices. `outer` is
+    the size for which OUTERMOST stands.
     """
 
     kernel: ir.Kernel
@@ -211,8 +211,8 @@ class Loops:
         return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that must be multiples of the vector width: that of the vectorised dim, bounds of a concat's operands along this dim, and
-        strides of other dims."""
+        """Sizes that must be multiples of the vector width: the size of the vectorised dim, bounds of a concat's operands along this dim,
+        and strides of other dims."""
         packed = [place for place in self.memory if place in self.packed]
         rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
         jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]

@@ -27,7 +27,7 @@ class MeasuredAlgorithms:
         self._use(self._saved())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms: for each problem, that of the lowest rank that knows one.
+        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that knows one.
 
         `gather` sends a record of this rank, and returns the records of all ranks, indexed by rank.
         """

@@ -18,7 +18,7 @@ from hostweave.types.zigzag import Zigzag
 def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Returns the positional and named arguments of a call in the order of the parameters, without those of bound inputs.
+    """Returns the positional and named arguments of a call in the order of the parameters. Omits bound inputs.
 
     Raises ArgumentError if an argument is missing, unknown, bound or given twice. The message names the program and the argument.
     """

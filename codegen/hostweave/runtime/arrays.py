@@ -93,7 +93,7 @@ class ForeignBuffer(NamedTuple):
 
 
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
-    """Error for a failed allocation. It has the first line of the library's message."""
+    """Error for a failed allocation, with the first line of the library's message."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
 

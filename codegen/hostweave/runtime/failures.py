@@ -81,7 +81,8 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed: that which a rank has reported, or that the store does not answer. None if it has not failed."""
+        """Reason why the group has failed: a reason that a rank has reported, or a message that the store does not answer. None if the
+        group has not failed."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()

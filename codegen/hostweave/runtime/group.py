@@ -376,8 +376,8 @@ class Group(FallibleGroup):
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
         """Returns the records of all ranks. Fails the group if a rank fails or times out, or if the wait is interrupted.
 
-        The error of another rank begins with `where` and ends with `waits_for`. It comes at most a second after the timeout if the store
-        does not answer.
+        The error of another rank begins with `where` and ends with `waits_for`. If the store does not answer, the error comes at most a
+        second after the timeout.
         """
         gather = partial(self.exchange.gather, record, timeout)
         try:

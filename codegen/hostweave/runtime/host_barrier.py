@@ -1,4 +1,4 @@
-"""A barrier in shared memory, at which processes of one host also compare a number. It takes a few microseconds."""
+"""A barrier in shared memory, at which processes of one host also compare a number. A barrier takes a few microseconds."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function that is called if calls are still running at the exit of the interpreter. It must stop those that do not poll
-    `expect_running`."""
+    """Registers a function that is called if calls are still running at the exit of the interpreter. The function must stop calls that do
+    not poll `expect_running`."""
     _interrupts.append(interrupt)
 
 

@@ -42,8 +42,8 @@ _run_lock = reset_after_fork(threading.Lock())  # held while a program runs on a
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call on one rank: host time of the C++ function `run`, and device time from the start of the first work to the end of
-    the last."""
+    """Times of one call on one rank: the host time of the C++ function `run`, and the device time from the start of the first work to the
+    end of the last work."""
 
     enqueue_us: float
     total_ms: float
@@ -171,7 +171,7 @@ class Team:
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))
 
     def _abort(self, reason: str) -> None:
-        """Aborts all ranks at the same time, because the abort of one rank may wait for that of another."""
+        """Aborts all ranks at the same time, because the abort of one rank may wait for the abort of another rank."""
         for group in self.groups[:1]:
             group.exchange.fail(reason)  # also ends waits on the host
         stopping = [threading.Thread(target=group.abort, args=(reason,)) for group in self.groups]

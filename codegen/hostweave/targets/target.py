@@ -69,7 +69,7 @@ class Target(Protocol):
         """Chooses the device number of a rank. `requested` is the user's choice, or None."""
 
     def device_of_arrays(self, member: Any) -> int:
-        """Device number of a rank's arrays: that of a GPU, or CPU_DEVICE."""
+        """Device number of a rank's arrays: the number of a GPU, or CPU_DEVICE."""
 
     def expect_device(self, device: int) -> None:
         """Raises TypeError with a reason if arrays on that device cannot be used. By default all arrays can be used."""

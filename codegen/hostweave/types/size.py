@@ -77,7 +77,7 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shards of `ranks` ranks may differ in size: if the size is an int that `ranks` does not divide, or a single factor
+        """True if the shards of `ranks` ranks may differ in size. The size is then an int that `ranks` does not divide, or a single factor
         with a symbol of `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0

@@ -112,7 +112,7 @@ class Machine {
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
   void progress();                                     // wakes host threads to check their conditions
-  void learn(int device, const ClockSnapshot& clock);  // merges a clock into that of the device's host
+  void learn(int device, const ClockSnapshot& clock);  // merges a clock into the clock of the device's host
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 

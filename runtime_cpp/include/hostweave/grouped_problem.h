@@ -5,7 +5,7 @@
 namespace hw {
 
 // x[rows, depth], with the pitch of rows in elements. `other` is a matrix [depth, columns] for each group, row-major or
-// column-major with a pitch; if `outer`, it is [rows, columns], and the result is [groups, depth, columns].
+// column-major with a pitch. If `outer`, `other` is [rows, columns], and the result is [groups, depth, columns].
 struct GroupedProblem {
   bool outer, transposed;  // transposed: the matrices are column-major
   bool wide_result;        // the result is f32, and the operands have 16 bits

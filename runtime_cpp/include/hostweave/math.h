@@ -123,8 +123,8 @@ HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// Floor division, and modulo with the sign of the divisor. Both give 0 for divisor 0. Tests `< 1` instead of `< 0`, because the
-// latter warns for unsigned types.
+// Floor division, and modulo with the sign of the divisor. Both give 0 for divisor 0. Tests `< 1` instead of `< 0`, because
+// compilers warn about `< 0` for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);

@@ -47,7 +47,7 @@ class PeerGroup {
 
   // Allocates memory that the other ranks can map.
   void* allocate(size_t bytes);
-  // Collective: maps such memory of all ranks. All sizes must be equal.
+  // Collective: maps memory of all ranks that `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
   // Unmaps the peers' memory. Frees `data` after the peers have unmapped it, without waiting for them.
   static void free(void* data, const std::vector<Mapping>& mappings);

@@ -25,7 +25,7 @@ struct Registered {
 
 // Allocates memory that this channel and others of its transport can register. `channel` is null if this rank is in no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
-// Collective: registers such memory. Throws ExecutionError if NCCL or the GPU does not support it.
+// Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
 // Frees registered memory, with transport peer after the peers have unmapped it.
 void release_window(void* data, const std::vector<Registered>& registered);

@@ -37,7 +37,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_g_and_u_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
     plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
     hw::MemoryPlan memory;
-    // Disjoint live ranges, so these may share bytes:
+    // The live ranges of these buffers are disjoint, so they may share bytes:
     // - u_, y_landing_
     // - x_gathered_, matmul_down_
     memory.allocate(g_, M * F_x);

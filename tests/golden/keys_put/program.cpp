@@ -39,7 +39,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
                              hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
     hw::MemoryPlan memory;
-    // Disjoint live ranges, so these may share bytes:
+    // The live ranges of these buffers are disjoint, so they may share bytes:
     // - keys_, y_maximum_
     memory.allocate_window(y_packed_, 64 * S);
     memory.allocate(keys_, 256 * S);

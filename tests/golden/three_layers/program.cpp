@@ -123,7 +123,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
   const auto [M, E, F, F_x] = sizes;
-  // Disjoint live ranges, so these may share bytes:
+  // The live ranges of these buffers are disjoint, so they may share bytes:
   // - layer_x_gathered_, layer_scattered_landing_
   memory.allocate(layer_matmul_w_in_, M * F_x);
   memory.allocate(layer_x_gathered_, M / 4 * E, ring_);

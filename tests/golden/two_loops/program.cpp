@@ -41,7 +41,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_matmul_u_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);
-    // Disjoint live ranges, so these may share bytes:
+    // The live ranges of these buffers are disjoint, so they may share bytes:
     // - h_, y_landing_
     // - x_gathered_, matmul_v_
     memory.allocate(h_, M * N);

@@ -47,7 +47,7 @@ OutputShapes Program::prepare(const Inputs& in) {
                        hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
                        hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
     hw::MemoryPlan memory;
-    // Disjoint live ranges, so these may share bytes:
+    // The live ranges of these buffers are disjoint, so they may share bytes:
     // - k_in_order_gathered_, v_in_order_pieces_, dk_before_concat_, dv_pieces_
     // - v_in_order_gathered_, lse_first_, dk_before_second_partial_, dv_before_concat_
     // - k_in_order_pieces_, dk_pieces_

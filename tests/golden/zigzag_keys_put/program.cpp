@@ -44,7 +44,7 @@ OutputShapes Program::prepare(const Inputs& in) {
         hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
         hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
     hw::MemoryPlan memory;
-    // Disjoint live ranges, so these may share bytes:
+    // The live ranges of these buffers are disjoint, so they may share bytes:
     // - k_gathered_, y_attention_maximum_
     // - y_attention_lse_i_own_half_packed_, y_attention_sum_
     memory.allocate_window(y_attention_packed_, 128 * S);

@@ -339,7 +339,7 @@ _OF_REALS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    """NumPy's function for integers, and that of `_OF_REALS` if an operand is a float."""
+    """NumPy's function for integers, and the function of `_OF_REALS` if an operand is a float."""
     exact, of_reals = getattr(np, name), _OF_REALS[name]
 
     def computed(x: Any, y: Any) -> Any:

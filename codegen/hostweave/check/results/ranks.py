@@ -346,8 +346,7 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer on all ranks. Each part is an array [rank, lane, element]. The value of an unwritten float is NaN, and that of an unwritten
-    integer is 85."""
+    """A buffer on all ranks. Each part is an array [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
@@ -406,7 +405,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different offsets on several ranks. The lanes are those of all ranks, concatenated."""
+    """Memory at different offsets on several ranks. The lanes of all ranks are concatenated."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

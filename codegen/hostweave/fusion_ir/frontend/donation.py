@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from na
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, such an output
-    is replaced by one that is resharded to the input's sharding.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard to the
+    input's sharding replaces such an output.
 
     The output must have the input's dtype and shape, must be computed from it, and must not reuse another input. If no output has that
     shape, an output with the same dims in another order qualifies.

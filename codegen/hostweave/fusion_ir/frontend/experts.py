@@ -261,8 +261,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1: pass the dot
-    product of each row and the same row of the dispatched gradient, as in the example.
+    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1. As in the
+    example, pass the dot product of each row with the same row of the dispatched gradient.
 
     Raises ProgramError for other shapes.
 

@@ -131,7 +131,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     source[i][j][k]`. If indices repeat, the last element wins.
 
     Unlike in torch, dims other than `axis` must be equal in all three tensors; in `indices` they may also be 1, and then broadcast.
-    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; that of `indices` is gathered.
+    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
 
     Raises ProgramError for other shapes.
 
@@ -368,8 +368,8 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @checked
 def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
-    """Splits x along a dim, as in torch. An int gives parts of `sections` elements, of which the last may be shorter. A list gives the
-    length of each part.
+    """Splits x along a dim, as in torch. An int gives parts of `sections` elements; the last part may be shorter. A list gives the length
+    of each part.
 
     The parts are views.
 

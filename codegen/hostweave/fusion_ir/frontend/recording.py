@@ -58,9 +58,9 @@ def record(
 ) -> Tensor:
     """Records one op and returns its result. `target` has those parts of the result type that the user stated.
 
-    An op without operands is recorded in the trace of the tensor `beside`, or in that of the function being traced. `callee` is the
-    function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in errors, by default its
-    kind.
+    An op without operands is recorded in the trace of the tensor `beside`, or in the trace of the function that is being traced. `callee`
+    is the function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in errors, by default
+    its kind.
 
     Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
     """

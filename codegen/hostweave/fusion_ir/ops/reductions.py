@@ -191,7 +191,7 @@ def why_no_product(dtype: DType) -> str:
 
 
 def widens(operands: DType, result: DType) -> bool:
-    """True if the dtypes are those of a matmul that multiplies 16-bit floats and returns the f32 sums without rounding."""
+    """True if a matmul of these dtypes multiplies 16-bit floats and returns the f32 sums without rounding."""
     return result == f32 and operands.name in ("f16", "bf16")
 
 

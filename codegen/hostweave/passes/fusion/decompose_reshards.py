@@ -155,7 +155,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits an intermediate step of a reshard. Returns its result, or that of an equal step that was emitted before."""
+        """Emits an intermediate step of a reshard. Returns its result, or the result of an equal step that was emitted before."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)

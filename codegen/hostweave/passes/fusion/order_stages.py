@@ -17,7 +17,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MOST_OF_TIME = 0.97  # largest predicted time of a new order, as a fraction of that of the old order
+MOST_OF_TIME = 0.97  # a new order may take at most this fraction of the predicted time of the old order
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:

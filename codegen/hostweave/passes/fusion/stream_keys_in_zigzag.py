@@ -10,7 +10,7 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Inside the attention, pieces are in rank order: those of rank 0 (0 and 3), then those of rank 1 (1 and 2). All rows of a rank see the first
+Inside the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first
 key piece of each lower rank, and no row sees its second piece. The second row piece of a rank sees both key pieces of each higher rank.
 """
 

@@ -95,8 +95,8 @@ class _Reducing:
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
-        """True if the kernel of the collective may do the work of the consumer: no array is larger than the result of the collective,
-        because few thread blocks of such a kernel run at once.
+        """True if the kernel of the collective may do the work of the consumer. No array of the consumer may be larger than the result of
+        the collective, because few thread blocks of such a kernel run at once.
 
         The consumer must not read the block that is sent, because in the kernel this buffer stands for the blocks of all ranks.
         """

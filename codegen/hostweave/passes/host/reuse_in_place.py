@@ -40,7 +40,7 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """The decisions so far. `merged` maps each removed allocation to the buffer of which it became a view."""
+    """The decisions so far. `merged` maps each removed allocation to the buffer that it is now a view of."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()

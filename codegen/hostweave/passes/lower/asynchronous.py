@@ -83,7 +83,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait for a value, by the value's event. A value that no op reads has no event: if the end of the body
+        """Makes the caller's stream wait for a value, by the value's event. A value that no op reads has no event. If the end of the body
         copies a view of such a value to a result, the stream waits for all communication."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)

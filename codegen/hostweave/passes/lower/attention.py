@@ -58,8 +58,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. If a row attends to no key of the block, its result is 0 and its log-sum-exp -inf,
-        so that the block has weight 0 when the blocks are merged."""
+        """Emits attention to the current block of keys. If a row attends to no key of the block, its result is 0 and its log-sum-exp is
+        -inf. The block then has weight 0 when the blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 

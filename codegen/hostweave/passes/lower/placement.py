@@ -34,7 +34,7 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> a view of it whose memory is allocated instead; the value's op writes there
+    inverse_view: dict[str, Op]  # value -> its view, for which memory is allocated; the value's op writes there
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; their shards are stored contiguously
 
@@ -138,8 +138,8 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps values whose only use is a view to this view, if memory is allocated for the view: the op of the value then writes through the
-    inverse view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
+    """Maps each value whose only use is a view to this view, if memory is allocated for the view. The op of the value then writes through
+    the inverse view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
