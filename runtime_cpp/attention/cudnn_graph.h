@@ -23,7 +23,6 @@ inline void expect(cudnnStatus_t status, const char* what) {
   throw ExecutionError(std::string("attention: cuDNN: ") + what + ": " + cudnnGetErrorString(status) + " " + reason);
 }
 
-// A descriptor of cuDNN's backend.
 class Descriptor {
  public:
   explicit Descriptor(cudnnBackendDescriptorType_t type) { expect(cudnnBackendCreateDescriptor(type, &handle_), "a descriptor"); }

@@ -46,12 +46,10 @@ def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[
 
 
 def _plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """Returns the C++ of a sequence of steps."""
     return "".join(_told(step, context) for step in steps)
 
 
 def _told(step: MemoryEvent, context: ProgramContext) -> str:
-    """Returns the C++ of one step of the plan."""
     match step:
         case Begin():
             buffer = context.temporaries[step]

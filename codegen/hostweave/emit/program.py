@@ -211,7 +211,6 @@ def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
 
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
-    """Headers that program.cpp includes."""
     instructions = list(tree.walk(flat.body))
     optional = (
         ("blocks.h", any(i.packed for i in instructions)),

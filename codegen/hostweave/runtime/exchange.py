@@ -145,7 +145,6 @@ class StoreExchange(Exchange):
         return [position(rank) for rank in range(self._count)]
 
     def _await(self, key: str, deadline: float) -> str:
-        """Waits for a record of the current exchange."""
         pause = 0.0002
         next_check = time.monotonic() + _POLL_SECONDS
         while True:

@@ -36,7 +36,6 @@ class Algorithms {
   std::map<std::string, cublasLtMatmulAlgo_t> known_;
 };
 
-// The algorithms of this process.
 Algorithms& measured_algorithms();
 
 }  // namespace hw

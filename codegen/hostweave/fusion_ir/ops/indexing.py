@@ -295,7 +295,6 @@ def _of_groups(types: Types, op: Op) -> TensorType:
 
 
 def _group_order(np: Any, x: Any, axis: int, groups: int) -> Any:
-    """NumPy reference of group_order."""
     x = np.swapaxes(x, axis, -1)
     order = np.argsort(x, -1, stable=True)
     ends = np.sum(np.expand_dims(x, (x.ndim,)) <= np.arange(groups), axis=-2)

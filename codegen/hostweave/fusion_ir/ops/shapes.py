@@ -180,7 +180,6 @@ def _joined(types: Types, op: Op) -> IndexMap:
 
 
 def _starts(types: Types, op: Op) -> tuple[dict[int, Size], ...]:
-    """Start of each operand of a concat in the result."""
     return tuple({op[AXIS]: start} for start in accumulate((type.shape[op[AXIS]] for type in types[:-1]), initial=Size(0)))
 
 

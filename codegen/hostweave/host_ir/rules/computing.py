@@ -119,7 +119,6 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
 
 
 def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
-    """Checks a grouped matmul."""
     x, y, starts, ends, dst = (c.types[name] for name in (i.x, i.other, i.starts, i.ends, i.dst))
     if why := why_not_grouped(x, y, starts, ends, i.is_outer):
         c.fail(why)
