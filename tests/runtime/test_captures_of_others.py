@@ -149,8 +149,10 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 
 
 @pytest.mark.usefixtures("streams_given")
-def test_a_launch_that_does_not_end_is_seen() -> None:
-    """The watchdog detects that a launch by other code does not end, although no call is made."""
+@pytest.mark.parametrize("looked_before", [True, False])
+def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
+    """The watchdog detects that a launch by other code does not end, although no call is made. The time counts from the first look at the
+    waiting launch, also if no earlier look at the program was made."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -161,13 +163,14 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
         with captures.graph(stream) as graph:
             program(*arrays, out=out, stream=stream)
         (local,) = group.programs.values()
-        assert local.progress[3] == 0
+        assert not looked_before or local.progress[3] == 0
         go = threading.Event()
         held = CFUNCTYPE(None, c_void_p)(lambda _: go.wait(20) and None)
         captures.call("hw_cpu_launch", c_char_p(b"held"), c_void_p(stream), held, None, c_size_t(0), None, 0)
         captures.launch(graph, stream)
         try:
             begin = local.progress[3]
+            assert begin < 0.05
             time.sleep(0.05)
             assert local.progress[3] >= begin + 0.05
         finally:

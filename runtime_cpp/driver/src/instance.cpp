@@ -105,11 +105,9 @@ CallLog::State Progress::look() {
   CallLog::State state = log_.state();
   const BesideCaptures beside;
   const std::lock_guard lock(mutex_);
-  if (!pulse_.stands_still()) {
-    moved_ = Clock::now();
-  } else {
-    state.waiting_seconds = std::max(state.waiting_seconds, std::chrono::duration<double>(Clock::now() - moved_).count());
-  }
+  const auto now = Clock::now();
+  stands_since_ = pulse_.stands_still() ? std::min(stands_since_, now) : Clock::time_point::max();
+  state.waiting_seconds = std::max(state.waiting_seconds, std::chrono::duration<double>(now - stands_since_).count());
   return state;
 }
 

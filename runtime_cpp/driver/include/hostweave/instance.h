@@ -51,7 +51,7 @@ class Pulse {
 class Progress {
  public:
   CallLog& log() { return log_; }
-  // The pulse of graphs that the application launches. `look` reports the time since their last progress.
+  // The pulse of graphs that the application launches. `look` reports the time since it found that they stand still.
   Pulse& pulse() { return pulse_; }
   CallLog::State look();
 
@@ -60,8 +60,8 @@ class Progress {
 
   CallLog log_;
   Pulse pulse_;
-  std::mutex mutex_;           // guards moved_
-  Clock::time_point moved_{};  // last time at which graph launches made progress, or none was running
+  std::mutex mutex_;                                           // guards the next member
+  Clock::time_point stands_since_ = Clock::time_point::max();  // first look at which the running graph launch stood still
 };
 
 // A call as a CUDA graph. The member must outlive the graph, and destroys it on an abort.
