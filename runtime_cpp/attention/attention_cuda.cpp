@@ -43,7 +43,7 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-constexpr uint16_t kLeast = 0xfefe;  // half of an f32 of -1.7e38, whose halves are equal
+constexpr uint16_t kLeast = 0xfefe;  // both halves of the f32 number -1.7e38
 
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
                     cudaStream_t stream) {
@@ -52,7 +52,7 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
                       stream);
 }
 
-constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements per head
+constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // head sizes: multiples of the first number, at least the second
 
 // True for packed problems that cuDNN was observed to compute correctly. If the head size is not a multiple of 16, the gradient
 // of the queries is wrong, and heads of 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a
@@ -194,7 +194,7 @@ class Engine {
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, &handle);
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR, &found[i]);
       status = cudnnBackendFinalize(*plan);
-      if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // clears the sticky error
+      if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // clears the last error
     }
     expect(status, "no kernel for these shapes on this GPU; cast the operands to f32, which needs no cuDNN");
   }

@@ -50,7 +50,7 @@ struct type_caster<hw::Shape> {
   }
 };
 
-// Converts types of libraries, such as ids, to Python bytes.
+// Converts values of NCCL and cuBLASLt, such as ids, to Python bytes, and back.
 template <class T>
 struct BytesCaster {
   PYBIND11_TYPE_CASTER(T, const_name("bytes"));
@@ -210,7 +210,7 @@ std::vector<hw::Array> arrays_of(const Arrays& views) {
   return arrays;
 }
 
-// Inputs and outputs of each call.
+// `calls` has the inputs and the outputs of each call.
 void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
   std::vector<hw::StagedCalls::Call> all;
   for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
@@ -331,7 +331,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
-           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after all graphs that use it
+           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after the graphs that use it
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
       .def("progress", progress, WithoutGil())
       .def("standstill", standstill)

@@ -132,7 +132,7 @@ Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer,
   return {CUDA_R_32F, std::max<std::int64_t>(inner, 1), copy};
 }
 
-// f32 operands; rounds the result if needed.
+// Runs a GEMM of f32 operands. Rounds the result if its type is smaller.
 void run_float(const Gemm& g) {
   if (g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F)) return run_plain<float>(g);
   thread_local Scratch scratch;
@@ -147,7 +147,7 @@ void run_float(const Gemm& g) {
   }
 }
 
-// 8-bit operand times its scales, which is exact in double.
+// Multiplies an 8-bit operand by its scales. The products are exact in double.
 Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double>& memory) {
   memory.resize(std::max<std::int64_t>(scales.k * scales.outer, 1));
   std::array<double, 256> values;
@@ -167,7 +167,7 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
 }
 
-// Scaled 8-bit operands: accumulated in double and rounded once.
+// Runs a GEMM of 8-bit operands with scales. Sums are accumulated in double and rounded once.
 void run_scaled(const Gemm& g) {
   std::vector<double> memory(g.m * g.n);
   const Operand d{CUDA_R_64F, g.m, memory.data()};

@@ -19,7 +19,7 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-constexpr auto kSlowness = std::chrono::milliseconds(10);  // delay of an algorithm per faster one, for tests of tuning
+constexpr auto kSlowness = std::chrono::milliseconds(10);  // difference in time of two adjacent algorithms, for tests of tuning
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 

@@ -99,7 +99,7 @@ decltype(cuStreamBatchMemOp)* batch_mem_op() {
   return call;
 }
 
-// Enqueues: wait until the word is `from`, then set it to `to`.
+// Enqueues a wait until the word is `from`, followed by a write of `to`.
 cudaError_t turn(uint32_t* word, uint32_t from, uint32_t to, cudaStream_t stream) {
   CUstreamBatchMemOpParams ops[2] = {};
   ops[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
@@ -281,7 +281,7 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   state.segment = map_segment(maker);
   if (!state.segment) {
     throw ExecutionError("transport peer: process " + std::to_string(maker.process) +
-                         ", which made the channel, has ended or cannot be reached: the ranks have to be of one user" +
+                         ", which made the channel, has ended or cannot be reached: all ranks must be processes of one user" +
                          kOtherTransport);
   }
   int64_t nobody = 0;

@@ -19,7 +19,7 @@ namespace {
 
 std::mutex words_mutex;
 
-// Communicator -> abort word in host memory, which its waiting kernels poll.
+// Communicator -> abort word in host memory, which waiting kernels of the communicator poll.
 std::map<ncclComm_t, uint32_t*>& words() {  // guarded by words_mutex
   static auto* const all = new std::map<ncclComm_t, uint32_t*>;
   return *all;
@@ -34,7 +34,7 @@ struct TermExchange::Shared {
   int multiprocessors = 1;
   DeviceMemory gathered;
 
-  // Lives as long as the rank.
+  // The resources of a channel, which live as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
     Handle& handle = rank.handle(("terms of " + std::to_string(reinterpret_cast<uintptr_t>(&channel))).c_str());
     if (!handle.handle) handle = {new Shared, [](void* shared) { delete static_cast<Shared*>(shared); }};

@@ -46,7 +46,7 @@ struct Asked {
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
-    Stream* stream = nullptr;  // from issue to completion
+    Stream* stream = nullptr;  // set from issue to completion
     bool issued = false;
     const void* send = nullptr;
     void* recv = nullptr;

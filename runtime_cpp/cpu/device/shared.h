@@ -89,7 +89,7 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Calls copy(ring position, data, bytes) for the next parts of the pieces. Advances `count` to `end` at most.
+  // Calls copy(ring position, data, bytes) for the next parts of the pieces, and adds the bytes to `count`, up to `end`.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);

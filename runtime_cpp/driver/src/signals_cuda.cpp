@@ -6,7 +6,7 @@
 
 #include <dlfcn.h>
 #include <nccl.h>
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // creates signals with the communicator
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // NCCL creates signals with the communicator
 #define HOSTWEAVE_FINDS_SIGNALS
 #include <cuda.h>
 #endif

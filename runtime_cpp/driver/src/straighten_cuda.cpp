@@ -14,7 +14,7 @@ __global__ void fill_bytes(unsigned char* to, int64_t bytes, uint32_t value);
 
 namespace {
 
-constexpr int kFirstWithKindsOfEdges = 12030;  // driver version
+constexpr int kFirstWithKindsOfEdges = 12030;  // first driver version with kinds of edges
 
 #if CUDART_VERSION >= 13000
 constexpr auto get_edges = cudaGraphGetEdges;
@@ -62,7 +62,7 @@ uint32_t repeated(uint32_t value, unsigned element_size) {
   return element_size == 2 ? (value & 0xffff) * 0x00010001 : value;
 }
 
-// Adds a kernel node that does the same as a memset node, without edges. Returns null for a 2-D memset with gaps.
+// Adds a kernel node without edges that does the same as a memset node. Returns null for a 2-D memset with gaps.
 cudaGraphNode_t kernel_for(cudaGraphNode_t memset, cudaGraph_t graph, cudaStream_t idle) {
   cudaMemsetParams p;
   HW_CHECK(cudaGraphMemsetNodeGetParams(memset, &p));
@@ -166,8 +166,8 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL adds nodes that await and record its events, so that launches are ordered with plain calls. The order stays the same if
-// the launch awaits and records these events before and after the whole graph.
+// NCCL adds nodes that await and record its events, so that launches are ordered with NCCL calls outside of graphs. The order
+// stays the same if the launch awaits and records these events before and after the whole graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

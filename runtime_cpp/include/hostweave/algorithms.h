@@ -25,7 +25,7 @@ class Algorithms {
     const std::lock_guard lock(mutex_);
     return known_;
   }
-  // Replaces the algorithm, also in existing plans. Call it while no rank is preparing.
+  // Replaces the algorithm, also in existing plans. Must not be called while a rank prepares.
   void set(const std::string& problem, const cublasLtMatmulAlgo_t& algorithm) {
     const std::lock_guard lock(mutex_);
     known_[problem] = algorithm;

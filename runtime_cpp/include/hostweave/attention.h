@@ -12,7 +12,7 @@
 namespace hw {
 
 // CUDA kernels of this package for one dtype and maximum head size. Each such set is a separate library, which is linked only to
-// programs that may need it. Empty on other targets.
+// programs that may need it. On other targets, the sets are empty.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;
@@ -23,7 +23,7 @@ struct AttentionOptions {
   bool causal = false;                        // a row attends to columns up to the diagonal
   int64_t window = 0;                         // a row attends only to the last `window` of these columns; 0: to all
   bool has_lse = false;                       // also returns log-sum-exps
-  bool has_lengths = false;                   // columns end at the given lengths
+  bool has_lengths = false;                   // only so many first columns are valid
   bool from_end = false;                      // the diagonal is relative to the end of the columns
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to columns of its sequence
@@ -46,7 +46,7 @@ struct Beside {
 struct BesideShapes {
   std::optional<Strided> bias = {};
   int64_t sequences = 0;
-  std::optional<Strided> bias_gradient = {};  // if needed; has the bias's shape
+  std::optional<Strided> bias_gradient = {};  // has the shape of the bias; nullopt if not needed
 };
 
 // Base of the two plans below. Keeps the plans of the last problems.

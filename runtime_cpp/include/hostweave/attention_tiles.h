@@ -41,7 +41,7 @@ __device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
   return batch * x.batch_stride + head * x.head_stride;
 }
 
-// Tile of kAttentionTile rows of a head from row `first` on, or fewer if `end` comes before.
+// Tile of kAttentionTile rows of a head from row `first` on. It has fewer rows if `end` comes first.
 template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
@@ -66,7 +66,7 @@ __device__ void clear(float (&x)[kRows][kColumns]) {
 
 HW_DEVICE void wait_for_threads() { __syncthreads(); }
 
-// Adds the dot product of row i of one operand and row i of the other, for each row i.
+// Computes the dot product of row i of one operand and row i of the other, for each row i.
 template <class T>
 __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
   constexpr int kLanes = kAttentionThreads / kTileSide;
@@ -83,7 +83,8 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix, whose elements the threads of a warp share.
+// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. The threads of a warp have two or more elements of each
+// matrix.
 #define HW_ADD_PRODUCT(T, name)                                                                                              \
   __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                      \
@@ -95,15 +96,15 @@ HW_ADD_PRODUCT(f16, "f16")
 HW_ADD_PRODUCT(bf16, "bf16")
 #undef HW_ADD_PRODUCT
 
-// Products of 16-bit operands. The object is in shared memory, like the specialisations below. A warp computes 16 rows and 8 of
-// every 16 columns, by mma.m16n8k16.
+// Products of 16-bit operands. The object is in shared memory, like objects of the specialisations below. A warp computes 16 rows
+// and 8 of every 16 columns, by mma.m16n8k16.
 template <class T>
 class Products {
  public:
   static constexpr int kRows = 2, kOf16 = 2;
   using Scores = Part<Products, kTileSide>;
 
-  // Row or column in the tile of a thread's i-th row or j-th column. It may be past the end of the tile.
+  // Index in the tile of a thread's i-th row, or of its j-th column. The index may be past the end of the tile.
   __device__ static int row(int i) { return strip() + threadIdx.x % 32 / 4 + 8 * i; }
   __device__ static int column(int j) { return 16 * (j / 2) + half() + threadIdx.x % 4 * 2 + j % 2; }
   __device__ static constexpr int rows(int64_t) { return kRows; }

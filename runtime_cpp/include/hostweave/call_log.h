@@ -34,7 +34,7 @@ class CallLog {
   // The log to which the current thread adds lines, or null.
   static CallLog* current() { return current_; }
 
-  // --- for the thread that makes calls, one after another
+  // --- for the one thread that makes calls
 
   // Begins a call. All work that is enqueued until `end_call` belongs to the call.
   void begin_call();
@@ -43,8 +43,8 @@ class CallLog {
   // States that the call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // RAII: the current thread adds lines to the call that has begun, or otherwise to the ops of a capture. A capture has
-  // milestones if `is_marked`, which is the result of `prepare_capture`.
+  // RAII: the current thread adds lines to the call that has begun. If there is none, it adds them to the ops of a capture. A
+  // capture has milestones if `is_marked`, which is the result of `prepare_capture`.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);
@@ -53,8 +53,8 @@ class CallLog {
   };
   // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Call these in a capture of the application, before and after the captured work. They add milestones, unless the capture has
-  // none. Throw ExecutionError.
+  // Call these functions in a capture of the application, before and after the captured work. They add milestones, unless the
+  // capture has none. Throw ExecutionError.
   void begins_launch();
   void ends_launch();
   // Returns the ops of the last capture. The graph calls `forget` when it no longer needs them.

@@ -17,7 +17,7 @@ const char* name_of(Transport transport);
 
 class PeerGroup;
 
-// Memory of a rank's application, and the same memory of all other ranks, which this rank can access.
+// Memory that this rank shares for its application, and the memory that each other rank shares. This rank can access all of it.
 struct SharedMemory {
   char* data = nullptr;
   size_t bytes = 0;
@@ -67,7 +67,7 @@ class Channel {
   const char* name() const { return name_; }
   void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 
-  // Transport peer: enqueues a signal to a peer. It blocks the stream until the peer has consumed the previous one.
+  // Transport peer: enqueues a signal to a peer. The stream first waits until the peer has consumed the previous signal.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
   // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;

@@ -28,7 +28,7 @@ struct Cluster {
   // A barrier in two parts. It does not make writes visible, so it need not wait for them.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-  // Writes the corresponding shared memory element of another block.
+  // Writes the element in the shared memory of another block that corresponds to `here`.
   template <class T>
   __device__ static void give(int rank, const T& here, T value) {
     static_assert(sizeof(T) == 4);
@@ -38,7 +38,7 @@ struct Cluster {
                  : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(__builtin_bit_cast(unsigned, value)) : "memory");
   }
-  // Corresponding shared memory element of another block.
+  // Reads the element in the shared memory of another block that corresponds to `here`.
   template <class T>
   __device__ static T of(int rank, const T& here) {
     static_assert(sizeof(T) == 4);

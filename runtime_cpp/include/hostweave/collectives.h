@@ -52,7 +52,7 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call it inside an NCCL group, because it posts its sends and its receives in two inner groups, which must progress together.
+// Call this function inside an NCCL group. It posts its sends and its receives in two inner groups, which must progress together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// Conversion saturates. The type has no infinities, so they become the largest number too.
+// Conversion saturates. Infinities become the largest number too, because the type has no infinities.
 using f8e4m3 = __nv_fp8_e4m3;
 
 // Conversion overflows to infinity; CUDA's conversion saturates.

@@ -118,7 +118,7 @@ struct TileProduct {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Starts to copy the first stages of a tile. Call it when no thread reads the previous tile any more.
+  // Starts to copy the first stages of a tile. No thread may still read the previous tile.
   __device__ void start(const Tile<T>& tile) const {
     for (int i = 0; i < kStages - 1; ++i) copy(tile, i);
   }

@@ -220,7 +220,7 @@ __device__ Indexed<T> value_of(Indexed<T> one, int distance, unsigned threads = 
   return {__shfl_xor_sync(threads, one.value, distance), __shfl_xor_sync(threads, one.index, distance)};
 }
 
-// All-reduces one value over kThreads adjacent lanes of a warp, a power of 2.
+// All-reduces one value over kThreads adjacent lanes of a warp. kThreads is a power of 2.
 template <int kThreads, class T, class ReduceOp>
 __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   const unsigned mask = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);

@@ -126,8 +126,8 @@ inline Grid grid_of_product(int64_t columns, int64_t depth) {
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
-// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use it only as an argument: it refers to
-// temporaries.
+// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use this struct only as an argument,
+// because it refers to temporaries.
 using ViewDims = std::initializer_list<int64_t>;
 
 template <class T>

@@ -35,9 +35,9 @@ struct Epilogue {
   const void* scale_b = nullptr;
 };
 
-// Scales of 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC has one per row of a and per column of b.
-// VEC128 has one per row or column and 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x
-// 128 elements, contiguous along k, in rows padded to multiples of 4.
+// Modes of scales for 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC: a scale per row of a, and per column
+// of b. VEC128: a scale per row or column and per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128: a
+// scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t

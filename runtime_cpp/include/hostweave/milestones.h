@@ -23,7 +23,7 @@ class Milestones {
   // ExecutionError.
   bool prepare_capture(bool wanted);
   // Puts a milestone after the last op of a stream. Returns kNone if all milestones of a graph are in use. Throws ExecutionError.
-  // Used by one thread at a time.
+  // Only one thread at a time may call it.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);

@@ -1,5 +1,5 @@
-// Distributions of a reduced row over threads. Kernels are templates over them: hw::Row for known lengths, hw::RowUpTo for rows
-// that threads can hold in registers, and hw::LongRow for longer ones.
+// Distributions of a reduced row over threads, which are template parameters of kernels: hw::Row for known lengths, hw::RowUpTo
+// for rows that threads can hold in registers, and hw::LongRow for longer rows.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/kernel.h"

@@ -254,7 +254,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     } else {
       add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
-    Team::meet();  // before the next counts
+    Team::meet();  // all blocks have read the counts
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];

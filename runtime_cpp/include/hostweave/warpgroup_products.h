@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Begins sums[64, 256] += a[64, 16] b[16, 256] by a warpgroup. is_first: overwrites the sums, which are undefined.
+// Begins sums[64, 256] += a[64, 16] b[16, 256] by a warpgroup. If is_first, ignores the old sums, which are undefined.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -119,7 +119,8 @@ class WarpgroupProducts {
   // next one is multiplied.
   static constexpr int kStaged = kOuter ? kColumns : 128;
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
-  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // ids: a barrier of both warpgroups, and one of each from 2 on
+  // Ids of hardware barriers: the barrier of both warpgroups, and the barrier of warpgroup 0, before that of warpgroup 1.
+  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
 
  public:
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)
@@ -226,7 +227,8 @@ class WarpgroupProducts {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  // Begins the products of a tile. Returns the stage that the last one reads; -1 without products, if the sums are zeros.
+  // Begins the products of a tile. Returns the stage that the last product reads. Returns -1 if there are no products; the sums
+  // are then zeros.
   __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {

@@ -39,11 +39,11 @@ namespace hw {
 
 class WindowArena {
  public:
-  // The channels must outlive the arena. It ignores channels of process groups without this rank.
+  // The channels must outlive the arena. The arena ignores channels of process groups without this rank.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
-  // Like Arena::reserve. Growth of the windows is collective; all ranks of the channels reserve the same. Throws ExecutionError
-  // if NCCL lacks a feature that the program needs.
+  // Like Arena::reserve. Growth of the windows is collective: all ranks of the channels reserve equally many bytes. Throws
+  // ExecutionError if NCCL lacks a feature that the program needs.
   void reserve(MemoryPlan& plan);
 
   // See CallOrder. Orders the calls of all programs that use these channels.
@@ -57,7 +57,7 @@ class WindowArena {
   }
 
   ncclWindow_t window(const Channel& channel) const;
-  // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if it is elsewhere.
+  // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if the address is elsewhere.
   size_t offset(const void* place) const;
   // Address in a peer's memory that corresponds to `place`, for copies and kernels of this rank.
   template <class T>

@@ -41,8 +41,8 @@ class Pulse {
  private:
   explicit Pulse(std::nullptr_t) {}
 
-  void* set_ = nullptr;        // on the device
-  uint32_t* begun_ = nullptr;  // on the host
+  void* set_ = nullptr;        // the value of a set word, on the device
+  uint32_t* begun_ = nullptr;  // the word that a launch sets, on the host
   cudaStream_t stream_ = nullptr;
   Events fork_{1}, join_{1}, done_{1};
 };

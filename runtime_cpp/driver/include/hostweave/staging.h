@@ -40,8 +40,8 @@ class StagedCalls {
   // Enqueues all calls, and then waits for them. Inputs and outputs are copied on the stream of the calls. With `poison`, that
   // stream first fills outputs and temporaries with NaN.
   void run(const Schedule& schedule, bool poison);
-  // Times `repetitions` repetitions of the first call, after `warmups` untimed ones. All ranks start each one together. Excludes
-  // copies.
+  // Times `repetitions` repetitions of the first call, after `warmups` untimed ones. All ranks start each repetition together.
+  // Excludes copies.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
