@@ -135,11 +135,11 @@ def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
     given = [_inputs_of_parts(c, attends) for attends in (False, True)]
     programs = [_parts_of_decode(c, types) for types in given]
     data = {name: _random(type, 0, mesh) for name, type in given[1].items() if name != "lengths"}
+    read, written = torch.empty(2, sum(array.nbytes for array in data.values()) // 2, dtype=torch.uint8, device="cuda")
     data["lengths"] = torch.full((1,), PROMPT, dtype=torch.int32, device="cuda")
     matmuls, both = (program.capture(**{name: data[name] for name in types}) for program, types in zip(programs, given, strict=True))
     layers = [[data[f"{name}_{i}"] for name in MATRICES] for i in range(LAYERS)]
     by_torch = in_a_graph(partial(_torch_matmuls, data["x"], data["lm_head"], layers))
-    read, written = torch.empty(2, sum(data[name].nbytes for name in data) // 2, dtype=torch.uint8, device="cuda")
     calls = {"matmuls": matmuls, "matmuls and attention": both, "matmuls by torch": by_torch, COPY: partial(written.copy_, read)}
     yield {name: partial(_row, call) for name, call in calls.items()}
     for program in programs:

@@ -306,14 +306,17 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     local = tuple(t.chunk(ranks, 1)[rank].contiguous() for t in given)
     module = WithLoss(_parallel(_model(ranks).train(), mesh))
     shardings = plan(4) | {"target": "-, tp, -"}
-    ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), shardings, given, optimizer=_adamw(module))
-    first = _losses(rank, "hostweave", partial(ours, *local))
+    compile_ = partial(hostweave.torch.compile, module, hw.Mesh(tp=ranks), shardings, given)
+    ours = {"hostweave": compile_(optimizer=_adamw(module))}
+    first = _losses(rank, "hostweave", partial(ours["hostweave"], *local))
+    if DEVICE == "cuda":  # graphs continue the training of the same parameters
+        ours['hostweave with graph="auto"'] = compile_(optimizer=_adamw(module), options=hw.Options(graph="auto"))
     for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # async TP needs GPUs
         name = f"torch.compile{' with async TP' * is_async}"
         parallel = _parallel(_model(ranks).train(), mesh)
         step = _torch_step(parallel, _compiled(parallel, mesh, is_async), *local, 1 / ranks)
         _expect_same(rank, f"losses of {name}", first, _losses(rank, name, step))
-        yield {"hostweave": partial(ours, *local), name: step}
+        yield {**{own: partial(call, *local) for own, call in ours.items()}, name: step}
     group.close()
 
 

@@ -271,8 +271,9 @@ def widened(gradient: hw.Tensor) -> hw.Tensor:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Local memory of a tensor on this rank, as a detached tensor."""
-    own: Any = tensor.detach()
-    return own.to_local() if isinstance(own, DTensor) else own
+    with torch.no_grad():  # DTensors dispatch `detach`, and the gradient of `to_local`, in Python
+        own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach()
 
 
 def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
