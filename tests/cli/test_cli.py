@@ -88,7 +88,7 @@ def test_demo_of_a_wrong_result(capsys: Captured, tmp_path: Path, monkeypatch: p
     assert capsys.readouterr().out.count("DIFFERS from NumPy") == 2
 
 
-def test_demo_of_no_program(capsys: Captured) -> None:
+def test_demo_of_an_unknown_program(capsys: Captured) -> None:
     message = mistake_of(capsys, "demo", "--program", "nothing")
     assert message.startswith("demo: no program 'nothing'; one of allgather, allreduce, ")
 
@@ -326,7 +326,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     program, objects, removed, total = output_of(capsys, "cache").splitlines()
     assert re.fullmatch(rf" +[\d.]+ [kM]B +now  {folder}", program)
     count = int(re.fullmatch(r" +[\d.]+ [kM]B  (\d+) objects?", objects)[1])  # type: ignore[index]
-    assert removed == "removed 1 folder of builds that were ended"
+    assert removed == "removed 1 folder of interrupted builds"
     assert re.fullmatch(rf"{tmp_path}: {count + 1} entries, [\d.]+ MB of at most 10000 MB", total)
     assert output_of(capsys, "cache", "size") == f"{total}\n"
     listed = json.loads(output_of(capsys, "cache", "--json"))

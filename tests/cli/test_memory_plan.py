@@ -160,7 +160,7 @@ def test_a_gap_is_filled() -> None:
     assert placed.offsets[1] == placed.offsets[3]
 
 
-def test_streams_keep_apart_until_they_are_joined() -> None:
+def test_streams_share_no_bytes_until_they_are_joined() -> None:
     events = ArenaEvents()
     first, second, after = events.new(2), events.new(2), events.new()
     events.allocate(first, 512, "ring")
@@ -173,7 +173,7 @@ def test_streams_keep_apart_until_they_are_joined() -> None:
     assert placed.offsets[:2] == placed.offsets[2:4]
 
 
-def test_bytes_of_a_reallocated_buffer_are_shared_in_between() -> None:
+def test_bytes_of_a_reallocated_buffer_are_reused_in_between() -> None:
     events = ArenaEvents()
     again, between = events.new(), events.new()
     events.allocate(again, 1024)

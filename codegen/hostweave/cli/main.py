@@ -351,7 +351,7 @@ def _cache(options: argparse.Namespace) -> None:
             if group := kinds[kind]:
                 print(f"{cache.size_text(sum(entry.bytes for entry in group))}  {len(group)} {plural(kind, len(group))}")
     if left:
-        print(f"removed {left} {plural('folder', left)} of builds that were ended")
+        print(f"removed {left} {plural('folder', left)} of interrupted builds")
     print(cache.summary())
 
 

@@ -82,7 +82,7 @@ class ArenaEvents:
         return slice(self.count - count, self.count)
 
     def allocate(self, buffers: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """Records an allocation of these buffers, of `bytes` bytes each. -1 stands for the size of the matmul workspace."""
+        """Records an allocation of these buffers, of `bytes` bytes each. If `bytes` is -1, their size is that of the matmul workspace."""
         self.events.append((3 if in_window else 0, buffers.start, buffers.stop - buffers.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, buffers: slice) -> None:
@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream, which need a workspace from the arena, because this stream has none."""
+    """Matmuls on the caller's stream. They need a workspace from the arena, because only streams of the program have their own."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

@@ -31,7 +31,7 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
             first, count, bytes_before = totals.get(location, (text, 0, 0))
             totals[location] = first, count + 1, bytes_before + size
         for location, (text, count, size) in totals.items():
-            where, repetitions = f"{location}: " if location else "", f" in {count} such" if count > 1 else ""
+            where, repetitions = f"{location}: " if location else "", f" in {count} instances" if count > 1 else ""
             cost = f"{size:,} bytes a rank{repetitions}, {size / total:.0%} of the program's inputs and outputs at {at}"
             notes += [f"{where}{text}: {cost}"] if size > MIN_SHARE * total else []
     return notes

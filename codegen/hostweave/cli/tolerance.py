@@ -35,14 +35,15 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
 
     - The result is rounded once, and so are the results of up to three ops before it: rtol = 4 u.
-    - A sum of n such terms is a random walk of size sqrt(n). If terms are added sequentially, each addition has an error of up to a times
-      the sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n. At most b =
-      512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors, in total 2 a b sqrt(n / b).
-    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. So are their D - 1 sums, of size up to sqrt(n). If all errors
-      have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
+    - A sum of n terms of magnitude 1 is a random walk of size sqrt(n). If terms are added sequentially, each addition has an error of up to
+      a times the sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n.
+      At most b = 512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors, in total
+      2 a b sqrt(n / b).
+    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Adding them gives D - 1 sums of size up to sqrt(n), which are
+      also rounded. If all errors have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
-    - Scores of a softmax are sums of m products times a scale c. Their error is 2 a m c. A weight exp(score) then has this relative error,
-      and so has a mean with such weights. A sum of n such means has an error of 2 a m c sqrt(n).
+    - Scores of a softmax are sums of m products times a scale c. Their error is 2 a m c. A weight exp(score) then has the relative error
+      2 a m c, and so has a mean with these weights. A sum of n means has an error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)

@@ -174,7 +174,8 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches. The given caches are then as after a call of the module."""
+    """Copies the attributes of returned cache layers to the given caches. These are then in the same state as after a call of the original
+    module."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:

@@ -50,7 +50,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Mode of the module. A CompiledModule raises if its mode differs from that at compile time."""
+        """True if the module is in training mode. A call raises ArgumentError if the mode has changed since compile."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -78,8 +78,8 @@ class CompiledModule(Delegating):
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call runs `part`. In training, `graph` is the joint graph of forward and backward pass, and `others` are the programs of the
-        backward pass or of accumulation."""
+        """A call runs `part`. In training, `graph` is the joint graph of forward and backward pass. `others` contains the program of the
+        backward pass, or the one that accumulates gradients."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
@@ -156,7 +156,7 @@ class CompiledModule(Delegating):
 
         def launch(stream: Any) -> None:
             copies.renew(stream)
-            if self._graph.seeds is not None:  # each launch draws other numbers
+            if self._graph.seeds is not None:  # each launch draws new random numbers
                 seeds = arrays[self._graph.names[self._graph.seeds]]
                 with on_stream(stream, seeds):
                     seeds.copy_(new_seeds(self._name, len(seeds), group))

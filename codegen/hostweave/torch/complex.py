@@ -30,7 +30,8 @@ class Pair(NamedTuple):
 
 
 def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """Replaces complex ops of a program by real ops, and keeps its signature. A complex result becomes an op `hostweave.complex`.
+    """Replaces complex ops of a program by real ops. Arguments and results of the program stay the same: a complex result is computed by
+    an op `hostweave.complex`.
 
     y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
 

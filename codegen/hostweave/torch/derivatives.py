@@ -1,6 +1,6 @@
 """Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Each other layer is one op, and its derivative
-is one op. Layers are equal if they compute the same, and the same arguments require grad. Copies of the nodes of the first layer and
-of its derivative later replace these ops.
+is one op. Layers are equal if they compute the same function, and the same arguments require grad. Later, copies of the first layer's nodes
+replace these ops.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the values on which the results depend through differentiable functions."""
+    """Indices of the tensors in `begun` on which the results depend through differentiable functions."""
     begin = next((one.grad_fn for one in begun if one.requires_grad), None)
     functions = list(dict.fromkeys(one.grad_fn for one in results if one.grad_fn is not None))
     seen, found = set(functions), set()
@@ -85,8 +85,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op of a layer. Its derivative is another op. The derivative reads the gradients of the results with indices `given`. It returns
-    the gradients of the values with indices `made`."""
+    """An op that replaces a layer, and the op `derivative` that replaces the layer's derivative. `derivative` reads the gradients of the
+    results with indices `given`, and returns the gradients of the arguments with indices `made`."""
 
     op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
     derivative: Callable[[list[Any], int], Any]

@@ -1,6 +1,7 @@
 """Modules that torch.distributed prepared with `parallelize_module` and then `fully_shard`.
 
-Hooks of torch.distributed gather and cast DTensors. A program does this itself, so the hooks are disabled while a module is exported.
+Hooks of torch.distributed gather and cast DTensors. A compiled program contains these gathers and casts, so the hooks are disabled while a
+module is exported.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears
 
-tracing = threading.RLock()  # locked while torch traces, because its tracing modes apply to sizes of all threads
+tracing = threading.RLock()  # locked while torch traces, because torch's tracing modes affect the sizes that other threads trace
 _TORCH = str(Path(torch.__file__).parent)
 
 # Ops that are not decomposed. Each is an op of a fusion, or a composite op that the compiler recognises.
@@ -93,7 +93,7 @@ def exported(
             except Exception:
                 if not repeats.has_indices:
                     raise
-                why = "an index in a cache is used where only an int is accepted"  # another error recurs in the next call
+                why = "an index in a cache is used where only an int is accepted"  # any other error is raised again by the next `call()`
                 repeats.how = dict.fromkeys(repeats.layers, "")
             if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")

@@ -27,7 +27,7 @@ from hostweave.torch.graph import is_known, recorded
 from hostweave.torch.nodes import op_of
 
 _TORCH = str(Path(torch.__file__).parent)
-_SMOOTH = 48  # these sizes are multiples of it, so that they are divisible by 2, 3, 4, 6, 8, ...
+_SMOOTH = 48  # an unknown size is represented by _SMOOTH times a prime, so that it is divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 _TAKE_SIZES = (
     "slice",

@@ -27,8 +27,8 @@ _patching = threading.Lock()  # ranks may be threads
 
 
 def _defer_stops() -> None:
-    """Lets transformers check one step late whether all sequences ended, if `_own` says so. If they ended, it undoes the last step. By
-    itself, transformers does this only on MPS."""
+    """Makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all ended,
+    transformers undoes the last step. Without this patch, transformers defers the check only on MPS."""
     from transformers.generation import utils
 
     check: Any = getattr(utils, "DeferredStopCheck", None)  # None for older versions, which wait for each token

@@ -77,7 +77,7 @@ class Graph:
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
-    tokens: int = 0  # number of leading outputs that only order the checks
+    tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read

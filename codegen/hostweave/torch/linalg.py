@@ -1,4 +1,5 @@
-"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows. They use one step per row. See `composed`.
+"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows. A factorisation has one step per row. The module
+`composed` uses these rules.
 
 Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Triangular matrices of any
 size are inverted by blocks.

@@ -28,8 +28,8 @@ P = TypeVar("P", bound=Computes)
 
 class Ranges(Generic[P]):
     """Parts of a module for ranges of sizes. A range extends from a power of four to the next. The first call in a range starts the
-    compilation of its part, for the sizes of that call. Calls use a part only if it overlaps communication. In a group, all ranks must have
-    compiled it before."""
+    compilation of its part, for the sizes of that call. Calls use a part only if the part overlaps communication. In a group, calls use a
+    part once all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
         """`compile` compiles the part for typical sizes. It runs in a separate thread."""
@@ -79,14 +79,14 @@ class Ranges(Generic[P]):
         def compile() -> None:
             found: P | None = None
             try:
-                with tracing:  # also one compilation at a time, so that calls keep most of the processor
+                with tracing:  # this lock also allows only one compilation at a time, which leaves most cores to the calls
                     part = self._compile(sizes)
                 if any(choice.chosen.name != "none" for choice in part.program.choices):
                     part.program.build()
                     found = part
             except Exception as error:  # the sequential program stays in use
                 warnings.warn(f"{error}; calls of these sizes, {dict(sizes)}, stay sequential", stacklevel=1)
-            finally:  # a warning may be an error
+            finally:  # warn() raises if warnings are errors
                 made.set_result(found)
 
         threading.Thread(target=compile, name=f"compiles for {dict(sizes)}", daemon=True).start()

@@ -169,8 +169,8 @@ class Repeats:
         return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why a traced layer cannot represent equal layers, or "". Reasons are a write, a value from outside that is not an
-        argument, and a value that others read but that is not a result."""
+        """Reason why a traced layer cannot represent equal layers, or "". There are three reasons. The layer reads a value that is not an
+        argument. Other nodes read a value of the layer that is not a result. The layer writes to a value in place."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)

@@ -74,7 +74,7 @@ def _splits(view: Any) -> bool:
     """True for a view that only splits the last dim. False for a view that may merge dims, because merged dims that are not contiguous need
     a copy.
 
-    Also False for an expansion, such as the bias of a mask. It is saved, because layers may share it.
+    Also False for an expansion, such as the bias of a mask. Expansions are saved, because layers may share them.
     """
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"
@@ -102,8 +102,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the same values: those that most layers save. They may differ, because the minimum cut is not unique. Returns
-    False if nothing changes."""
+    """Makes equal layers save the same values: those that most layers save. The minimum cut is not unique, so it may select different
+    values in equal layers. Returns False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():

@@ -52,7 +52,8 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 @contextmanager
 def with_quantized_linears(module: nn.Module) -> Iterator[None]:
-    """Inside the `with` block, linears of transformers with 8-bit weights are traced as one op. Without it they call Triton kernels."""
+    """Inside the `with` block, linears of transformers with 8-bit weights are traced as one op. Otherwise these linears
+    call Triton kernels."""
     with ExitStack() as stack:
         for of in {type(part) for part in module.modules()}:
             if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:

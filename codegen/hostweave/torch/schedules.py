@@ -22,9 +22,10 @@ class Action(NamedTuple):
 
 
 def schedule_of(name: str, stages: int, places: int, microbatches: int) -> list[Action]:
-    """Actions of all parts of the mesh in one order, in which each action follows those that it depends on.
+    """Actions of all parts of the mesh in one order, in which each action follows the actions on which it depends.
 
-    Stage s is at coordinate `s % places` of the mesh axis. "auto" is 1F1B, or its interleaved form if a coordinate has several stages.
+    Stage s is at coordinate `s % places` of the mesh axis. "auto" returns 1F1B, or its interleaved form if a coordinate has several stages.
+    The compiler may then change this order (`passes/fusion/order_stages.py`).
     Raises ProgramError for an unknown schedule, or for one that does not fit these numbers.
     """
     if name not in SCHEDULES:

@@ -1,5 +1,5 @@
-"""ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and integrals as sums of few terms.
-float64 is refused, because the sums have only enough terms for float32. See `composed`.
+"""ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and sums that approximate integrals.
+float64 is refused, because the sums have only enough terms for float32. The module `composed` uses these rules.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """Mean of a function of x and an angle over angles from 0 to pi, by the trapezoidal rule. It converges fast if the
-    even continuation of the function is smooth."""
+    """Mean of `term(x, angle)` over angles from 0 to pi, by the trapezoidal rule. The rule converges fast if the even continuation of the
+    function is smooth."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 

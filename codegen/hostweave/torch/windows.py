@@ -1,4 +1,4 @@
-"""Pooling over windows of images, written in terms of other ATen ops. See `composed`."""
+"""Pooling over windows of images, written in terms of other ATen ops. The module `composed` uses these rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """Returns one number per dim, from such a list or from a single number for all dims."""
+    """Returns a list of one number per dim. `given` is such a list, or a single number for all dims."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
@@ -127,7 +127,8 @@ def _adaptive_largest(count: int) -> Callable[..., Any]:
         for dim, (size, out) in enumerate(zip(images, output, strict=True)):
             begin, end = _begins_and_ends(size, out, x.device)
             longest = max((i + 1) * size // out + ((i + 1) * size % out > 0) - i * size // out for i in range(out))
-            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # repeats the last element
+            # A shorter window repeats its last element.
+            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)
             places.append(own)
             x = x.index_select(x.ndim - count + dim, own.flatten())
         lead, longest_of = x.ndim - count, [place.shape[1] for place in places]

@@ -30,7 +30,7 @@ TABLE.update({"max.default": _reduction(hw.max), "min.default": _reduction(hw.mi
 
 def _truths(function: Callable[..., hw.Tensor]) -> Translation:
     def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False) -> hw.Tensor:
-        return cast(function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim), result.dtype)  # u8 for u8
+        return cast(function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim), result.dtype)  # torch's result for u8 is u8
 
     return entry
 

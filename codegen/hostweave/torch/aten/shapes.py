@@ -215,7 +215,7 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
-    """The part of x that an index refers to. In dims other than `dim`, the index may have fewer elements than x, as in torch."""
+    """Slices x to the size of `index` in all dims except `dim`. As in torch, an index may have fewer elements than x in these dims."""
     return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
 
 
@@ -226,7 +226,7 @@ def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
-    """Indices as in brackets of torch: a negative index counts from the end."""
+    """Converts negative indices, which count from the end, to indices from the begin. Returns masks unchanged."""
     return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 
