@@ -61,7 +61,7 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,7 +105,8 @@ def build_runtime() -> None:
 
 
 def with_kernels(sources: Sequence[str], toolchain: Toolchain) -> Sequence[str]:
-    """Files that a compiler compiles as one. The quick compiler includes kernels, because its start takes longer than they do."""
+    """Files that are compiled as one file. With the quick compiler they include kernels, because starting this compiler takes longer than
+    compiling kernels."""
     is_quick = not toolchain.kernel_compiler and toolchain.compiler == Path(os.environ[OPTIMISING]).with_name("c++")
     return [name for name in (*ONLY_ENQUEUE, KERNELS) if name in sources] if is_quick else ONLY_ENQUEUE
 

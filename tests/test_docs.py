@@ -123,7 +123,7 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
     assert all(getattr(hw, name).__doc__ for name in callables)
 
 
-def test_pages_have_the_op_table_as_it_is() -> None:
+def test_pages_have_the_op_table() -> None:
     """The table has one row per op: operands, attributes, operator, linearity, C++ and cost."""
     pages = {path.name: as_built(path) for path in (ROOT / "docs").rglob("*.md")}
     assert not [name for name, text in pages.items() if re.search(r"<!-- [^>]* -->$", text, re.MULTILINE)]

@@ -186,14 +186,14 @@ def test_a_type_error_of_the_user_is_not_changed() -> None:
         fused(lambda x: x + len("a") + (1 + "a"))  # type: ignore[operator]
 
 
-def test_names_that_are_not_there_are_attribute_errors() -> None:
+def test_missing_names_are_attribute_errors() -> None:
     assert not hasattr(hw, "sofmax")
     seen = []
     fused(lambda x: seen.append(hasattr(x, "view")) or x)
     assert seen == [False]
 
 
-def test_a_size_makes_the_text_of_a_spec() -> None:
+def test_a_size_can_be_joined_with_the_text_of_a_spec() -> None:
     assert str(fused(lambda x: hw.reshard(x, x.shape[0] + "@x", f"{x.shape[1]}")).values()["y"].type) == "f32[M@x, K]"
 
 

@@ -112,7 +112,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert found == {name for names in DELAYED_IMPORTS.values() for name in names}
 
 
-def test_modules_import_in_no_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     """Includes imports for type checking. There is one exception: functions of ops take tensors, and operators of tensors record ops."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
@@ -256,7 +256,7 @@ def test_code_reads_traits_of_instructions() -> None:
     assert sum(map(len, asked.values())) <= 20, asked
 
 
-def test_instructions_are_kept_by_place() -> None:
+def test_instructions_are_identified_by_position() -> None:
     """Code does not use `id` of an instruction, because one object may occur twice in a program, and ids are reused."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}

@@ -40,7 +40,7 @@ def test_an_error_names_the_command_that_installs_the_package(user: str, monkeyp
         use()
 
 
-def test_the_door_for_pytorch() -> None:
+def test_hostweave_torch_without_pytorch() -> None:
     """The error is also an ImportError, because callers may test if a module can be imported."""
     script = """
 import sys
@@ -66,7 +66,7 @@ def test_a_file_and_a_benchmark_of_the_command_line(
     assert capsys.readouterr().err == "hostweave: bench: torch_training needs torch and transformers: pip install torch transformers\n"
 
 
-def test_a_package_that_is_there_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_whose_import_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_library.py").write_text("raise RuntimeError('cannot load libmpi.so')")
     monkeypatch.syspath_prepend(tmp_path)
     message = "hw.MPI: no_library cannot be imported (cannot load libmpi.so); pip install --force-reinstall no_library"

@@ -52,7 +52,7 @@ def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[dict[str, Callable[..., Any]]]:
+def public() -> Iterator[dict[str, Callable[..., Any]]]:
     """Public functions, classes, and methods of one object of each class."""
     fusion = hw.fusion(x=hw.f32["M", "K"])(lambda x: x + 1)
     program, group = hw.compile(fusion), hw.init(group="of wrong kinds")
@@ -114,11 +114,11 @@ def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[s
 
 
 def test_wrong_arguments_are_accepted_or_refused(
-    doors: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    public: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     raised = []
-    for name, function in doors.items():
+    for name, function in public.items():
         for wrong, args, named in calls(function):
             try:
                 made = function(*args, **named)

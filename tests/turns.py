@@ -40,7 +40,7 @@ def alone() -> None:
 
 
 def _take(lock: TextIO, kind: int) -> None:
-    """Takes the lock of the GPUs. All who come later wait at the gate, so they do not overtake a test that waits to be alone."""
+    """Takes the lock of the GPUs. Later tests wait for the lock `gate`, so they do not overtake a test that waits to be alone."""
     with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, kind)

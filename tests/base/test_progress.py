@@ -58,7 +58,7 @@ def test_nothing_is_shown_where_stderr_is_piped(tmp_path: Path) -> None:
     assert run.stderr == ""
 
 
-def test_work_inside_of_other_work_counts_with_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_nested_work_are_counted_with_the_outer_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")

@@ -174,7 +174,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(error.value) == "no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++"
 
 
-def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-c++")
     with pytest.raises(BuildError) as error:
         hw.compile(doubled).build()
@@ -322,7 +322,7 @@ def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request
 
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
-def test_of_changed_kernels_only_those_are_compiled() -> None:
+def test_only_changed_kernels_are_compiled_again() -> None:
     """Each generated kernel is a separate compilation, so moving it within the file has no effect. User kernels are compiled together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:

@@ -73,7 +73,7 @@ def test_clear_removes_only_entries() -> None:
     assert (cache.root() / "mine" / "letter").exists()
 
 
-def test_a_key_depends_on_every_part_and_where_it_ends() -> None:
+def test_a_key_depends_on_all_parts_and_their_boundaries() -> None:
     keys = {cache.key_of(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""))}
     assert len(keys) == 4
 
@@ -139,7 +139,7 @@ def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
     assert run(script) == "2.0\n"
 
 
-def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Timestamps of file systems have a resolution of some milliseconds, so an edit may have the timestamp of the import."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
@@ -191,7 +191,7 @@ def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("name", ["a", "objects/a"])
 @pytest.mark.parametrize("harm", ["truncate", "zero", "lose", "truncate the list", "lose the list", "file in its place", "link"])
-def test_an_entry_that_is_not_whole_is_made_again(name: str, harm: str, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_made_again(name: str, harm: str, tmp_path: Path) -> None:
     entry = cache.get_or_make(name, make_text("whole"))
     if harm == "truncate":
         os.truncate(entry / "text", 2)
@@ -266,7 +266,7 @@ def test_a_link_that_another_user_made_is_not_followed(tmp_path: Path, monkeypat
         cache.lookup("a")
 
 
-def test_a_lock_empties_nothing(tmp_path: Path) -> None:
+def test_a_lock_does_not_follow_or_empty_links(tmp_path: Path) -> None:
     letter = tmp_path / "letter"
     letter.write_text("to whom it may concern")
     (cache.root() / "locks").mkdir(parents=True, mode=0o700)

@@ -36,54 +36,54 @@ RULES = {
         "text:11: rank 0, ring[1]: matmul %b, %x accumulate %z -> %z writes %z while rank 0, ring[0]: copy %z -> %y reads it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
-    "the caller's stream goes on before a join": (
+    "a read on the caller's stream before the join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\ncopy %b -> %y\njoin ring",
         "text:7: rank 0, the caller's stream: copy %b -> %y reads %b while rank 0, ring[0]: copy %x -> %b writes it: "
         "nothing orders them; add join ring between them",
     ),
-    "a stream goes on before a fork": (
+    "a write on the caller's stream after the fork": (
         "%b = allocate f32[2, N]\nfork ring\ncopy %x -> %b\nstream ring[0] {\ncopy %b -> %y\n}\njoin ring",
         "text:6: rank 0, ring[0]: copy %b -> %y reads %b while rank 0, the caller's stream: copy %x -> %b writes it: "
         "nothing orders them; add fork ring between them",
     ),
-    "a record before what it is to cover": (
+    "a record before the write that it must cover": (
         "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\n}\nstream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring",
         "text:9: rank 0, ring[1]: copy %x -> %y writes %y while rank 0, ring[0]: fill %y with 0.0 writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
-    "one communicator orders nothing across streams": (
+    "one communicator does not order streams": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %b on x\n}\n"
         "stream ring[1] {\nall_reduce sum %b -> %y on x\n}\njoin ring",
         "text:8: rank 0, ring[1]: all_reduce sum %b -> %y on x reads %b while rank 0, ring[0]: all_reduce sum %x -> %b on x writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     # --- before and after the call
-    "an input without a fork": (
+    "a read of an input on a stream that is not forked": (
         "stream ring[1] {\ncopy %x -> %y\n}\njoin ring",
         "text:3: rank 0, ring[1]: copy %x -> %y reads %x while the caller may still write it: "
         "nothing orders them; add fork ring between them",
     ),
-    "an output without a fork": (
+    "a write of an output on a stream that is not forked": (
         "stream ring[0] {\nfill %y with 0.0\n}\njoin ring",
         "text:3: rank 0, ring[0]: fill %y with 0.0 writes %y while the caller may still read it: "
         "nothing orders them; add fork ring between them",
     ),
-    "an allocation without a fork": (
+    "a write of a temporary on a stream that is not forked": (
         "%b = allocate f32[2, N]\nstream ring[0] {\nfill %b with 0.0\n}\njoin ring\ncopy %x -> %y",
         "text:4: rank 0, ring[0]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
         "nothing orders them; add fork ring between them",
     ),
-    "an input without a join": (
+    "a read of an input on a stream that is not joined": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
         "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
         "nothing orders the caller's stream after it; add join ring after it",
     ),
-    "an output without a join": (
+    "a write of an output on a stream that is not joined": (
         "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
         "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
         "nothing orders the caller's stream after it; add join ring after it",
     ),
-    "an allocation without a join": (
+    "a write of a temporary on a stream that is not joined": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
         "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
         "nothing orders the caller's stream after it; add join ring after it",
@@ -104,46 +104,46 @@ RULES = {
         "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, ring[0]: copy %x -> %b writes it: "
         "nothing orders them; add join ring between them",
     ),
-    "given to a stream that does not know that it is free": (
+    "freed memory that another stream reuses before a fork": (
         "%a = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\ndeallocate %a\n"
         "stream ring[1] {\n%b = allocate f32[2, N]\nfill %b with 0.0\n}\njoin ring",
         "text:11: rank 0, ring[1]: %b = allocate f32[2, N] may get bytes of %a, which rank 0, the caller's stream: deallocate %a frees: "
         "nothing orders them; add fork ring between them",
     ),
-    "given to the caller's stream before it waits": (
+    "memory that the caller's stream allocates after the fork": (
         "fork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\nfork ring\n"
         "%b = allocate f32[2, N]\nstream ring[1] {\nfill %b with 0.0\n}\njoin ring",
         "text:12: rank 0, ring[1]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
         "nothing orders them; add fork ring between them",
     ),
-    "given to the caller's stream in the next step": (
+    "memory of a stream that the caller's stream reuses in the next iteration": (
         "fork ring\nfor %i in 0..2 {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\nfork ring\nstream ring[0] {\n"
         "%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\n}\n}\njoin ring",
         "text:4: rank 0, the caller's stream, %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[0], %i = 0: "
         "deallocate %b frees: nothing orders them; add join ring between them",
     ),
-    "given to another stream in the next step": (
+    "memory of a stream that another stream reuses in the next iteration": (
         "for %i in 0..2 {\nfork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\njoin ring\nfork ring\n"
         "stream ring[%i + 1] {\n%b = allocate f32[2, N]\ncopy %x -> %b\n}\n}\ncopy %x -> %y\njoin ring",
         "text:5: rank 0, ring[0], %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[1], %i = 0: "
         "deallocate %b frees: nothing orders them; add record/wait or put both on one stream",
     ),
-    "used after a deallocate in a loop": (
+    "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "
         "move the deallocate down, out of the loop",
     ),
-    "memory that nothing wrote": (
+    "memory that was never written": (
         "%b = allocate f32[2, N]\ncopy %b -> %y",
         "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
         "write them first, or remove the read",
     ),
-    "memory that the iteration before wrote": (
+    "memory that only the previous iteration wrote": (
         "for %i in 0..2 {\n%b = allocate f32[2, N]\nif %i == 0 {\ncopy %x -> %b\n}\ncopy %b -> %y\n}",
         "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
         "write them first, or remove the read",
     ),
-    "an output written in part": (
+    "an output that is only partly written": (
         "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
         "@t: rank 0: nothing writes bytes 16 to 32 of the output %y: write all of every output",
     ),
@@ -196,7 +196,7 @@ RULES = {
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
-    "a collective that a rank leaves out": (
+    "a collective that one rank omits": (
         "copy %x -> %y\nif rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
         "text:4: rank 1, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, and rank 0 has only 0: "
         "issue the same collectives in the same order on every rank",
@@ -209,7 +209,7 @@ RULES = {
         "rank 1, the caller's stream: collective_permute %b -> %y from [none, 0] on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
-    "a result that only the root has": (
+    "a read of a result on a rank that is not the root": (
         "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",
         "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
         "write them first, or remove the read",
@@ -228,7 +228,7 @@ RULES = {
         "which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: "
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
-    "an event between a recv and the send that it meets": (
+    "an event between a recv and its matching send": (
         f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\nrecord done[0]\n}}\n"
         f"stream ring[1] {{\nwait done[0]\nsend %x to {OTHER}\n}}\njoin ring",
         "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
@@ -238,7 +238,7 @@ RULES = {
         "which comes after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
-    "two streams, where the device runs communications in the order of their posts": (
+    "two streams on a device that runs communications in the order of their posts": (
         f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\n}}\nstream ring[1] {{\nsend %x to {OTHER}\n}}\njoin ring",
         "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
         "which is posted after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
@@ -255,7 +255,7 @@ RULES = {
         "text:2: rank 1, the caller's stream: %v = chunk %x[0: rank.x * 2 of 2]: rank.x * 2 = 2 is outside of 0..2: "
         "keep the index inside the dim",
     ),
-    "a section outside of its dim": (
+    "a slice that begins outside of its dim": (
         "%v = slice %x[0: 1 from rank.x * 2]",
         "text:2: rank 1, the caller's stream: %v = slice %x[0: 1 from rank.x * 2]: indices 2..3 exceed 0..2: keep the slice inside the dim",
     ),
@@ -264,7 +264,7 @@ RULES = {
         "text:2: rank 1, the caller's stream: send %x to rank.x + 1 on x: rank.x + 1 = 2 is outside of 0..2: "
         "keep it inside the process group",
     ),
-    "an event that is not there": (
+    "an event index outside of its range": (
         "for %i in 0..3 {\nrecord done[%i]\n}",
         "text:3: rank 0, the caller's stream, %i = 2: record done[%i]: %i = 2 is outside of 0..2: "
         "declare more of done, or keep the index inside",
@@ -336,12 +336,12 @@ stream ring[1] {
 join ring"""
 
 FINE = {
-    "data that comes back": ROUND_TRIP,
+    "an answer of another rank orders two streams": ROUND_TRIP,
     "events order streams": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\nrecord done[0]\n}\n"
         "stream ring[1] {\nwait done[0]\ncopy %b -> %y\n}\njoin ring"
     ),
-    "what only the root gives": "%b = allocate f32[4, N]\nif rank.x == 0 {\nfill %b with 1.0\n}\nscatter %b -> %y from 0 on x",
+    "a scatter of data of the root": "%b = allocate f32[4, N]\nif rank.x == 0 {\nfill %b with 1.0\n}\nscatter %b -> %y from 0 on x",
     "a wait binds to the last record": (
         "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\nrecord done[0]\n}\n"
         "stream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring"
@@ -351,7 +351,7 @@ FINE = {
         "fork ring\nfor %i in 0..2 {\nstream ring[%i] {\n%x_i = chunk %x[1: %i of 2]\n"
         "%y_i = chunk %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin ring"
     ),
-    "reads at the same time": (
+    "concurrent reads": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring"
     ),
     "reductions and gathers in place": (
@@ -359,18 +359,18 @@ FINE = {
         "all_gather %own -> %b on x\nreduce_scatter sum %b -> %own on x\nbroadcast %y -> %y from 1 on x"
     ),
     "allocated and freed in every iteration": ("for %i in 0..2 {\n%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}"),
-    "one a stream, in turn": (
+    "buffers of a loop that are allocated on different streams": (
         "fork ring\nfor %i in 0..5 {\nstream ring[%i] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\n%b = allocate f32[2, N]\n"
         "copy %x -> %b\n}\n}\njoin ring\n%c = allocate f32[2, N]\ncopy %x -> %c\ncopy %c -> %y"
     ),
-    "one a stream, loop after loop": (
+    "buffers per stream in a nested loop": (
         "for %i in 0..2 {\nfork ring\nfor %j in 0..4 {\nstream ring[%j] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin ring\n"
         "%b = allocate f32[2, N]\ncopy %x -> %b\n}\ncopy %x -> %y"
     ),
     "a deallocate after the join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin ring\ndeallocate %b"
     ),
-    "a send to oneself in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",
+    "a send to the same rank in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",
 }
 
 

@@ -1,4 +1,4 @@
-"""Arrays over the finite field give the results of Python integers modulo the prime. Their shadows give the results of NumPy."""
+"""Arrays over the finite field give the results of Python integers modulo the prime. Their f64 values (shadows) give those of NumPy."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def test_sets_of_inputs_are_computed_separately_if_a_value_is_read() -> None:
     assert taken.value.tolist() == [[0], [5]]
 
 
-def test_functions_that_are_not_there_are_named() -> None:
+def test_missing_functions_are_named() -> None:
     with pytest.raises(NotImplementedError, match=r"has no np.kron: add it to functions.py"):
         RANDOM_EXP.kron(Exact(np.ones((1, 2), int)), 2)

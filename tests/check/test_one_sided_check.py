@@ -133,7 +133,7 @@ CHECKED = {
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
         "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),
-    "a wait beside its own signal": (  # in a graph, both ranks may start with the wait
+    "a wait that may start before the signal of its rank": (  # in a graph, both ranks may start with the wait
         on_two_streams(given(0), awaited(0)),
         "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),
@@ -144,11 +144,11 @@ CHECKED = {
         "is sent again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
         "add that wait before the put, or use another number",
     ),
-    "a wait too many": (
+    "a wait without a signal": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),
         "rank 1 sends no such signal: add the signal, or drop this wait",
     ),
-    "not waited for": (
+    "a signal without a wait": (
         EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),
         "rank 1 does not wait for it, so its next wait would match this signal: add the wait",
     ),

@@ -45,7 +45,8 @@ def test_names_output_rank_and_element() -> None:
 @pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
-    """The sum of differences to the mean is 0. Its shadow does not depend on the order of the sum, so its inverse is an infinity."""
+    """The sum of differences to the mean is 0. Its value in f64 is then set to 0, too, so its inverse is an infinity in any order of the
+    sum."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -171,7 +172,7 @@ def test_reports_lines_that_never_ran() -> None:
     assert line.startswith("never ran: fill %")
 
 
-def test_a_kernel_of_the_user_is_a_function_of_all_that_it_reads() -> None:
+def test_a_changed_operand_of_a_user_kernel_is_detected() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 4])
     def rows(x: hw.Tensor) -> hw.Tensor:
         source = "__global__ void f(const float* x, float* y, int64_t n) { for (int64_t i : hw::over_grid(4 * n)) y[i] = x[i]; }"
@@ -192,7 +193,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 """
 
 
-def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
+def test_a_multiple_of_a_joined_log_sum_exp_is_accepted() -> None:
     """The finite field cannot represent the result, so values in f64 are compared instead. The f64 values also reveal a real error."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())

@@ -169,7 +169,7 @@ def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
     assert """\
   world.join("mesh(x=2 of ranks 2, 3)", "x", hw::Transport::two_sided, r >= 2 ? 0 : hw::World::kNone, r >= 2 ? r - 2 : 0, 2);
 """ in (tmp_path / "programs" / "two_stages_streamed" / "join.cpp").read_text()
-    assert main.count(", 2, r >= 2});") == 1  # the output: its twin, and the ranks that have it
+    assert main.count(", 2, r >= 2});") == 1  # the output is only on ranks 2 and 3
 
 
 def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:

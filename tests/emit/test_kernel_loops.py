@@ -233,7 +233,7 @@ def test_sums_of_gathered_rows_are_vectorised() -> None:
     assert rows.count("hw::load<kWidth>(x") == 1
 
 
-def test_sums_of_few_terms_side_by_side_do_not() -> None:
+def test_sums_of_few_contiguous_terms_are_not_vectorised() -> None:
     assert "kWidth" not in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4])
 
 
@@ -248,7 +248,7 @@ def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, s
             assert ("fast" in text) == bool(prefix)
 
 
-def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
+def test_a_kernel_waits_for_the_stream_before_it_does_anything_else() -> None:
     program = hw.compile(hw.fusion(x=hw.bf16["M", "N"])(column_sums), target="cuda")
     heads = re.findall(r"__global__.*\{\n  HW_TOUCHES\(.*\);\n(.*)\n", program.sources["kernels.cu"])
     assert heads == ["  hw::griddep_wait();"]
@@ -313,14 +313,14 @@ def test_a_long_row_of_held_values_has_many_threads(length: int, threads: int, b
     assert f"hw::Row<{length}, {threads}, 8>()" in text
 
 
-def test_own_scales_have_normal_reciprocals_and_given_scales_may_not() -> None:
+def test_only_computed_scales_are_known_to_have_normal_reciprocals() -> None:
     of_own = kernels(lambda x: hw.quantize(x, "row"), x=hw.bf16["M", 4096])
     assert "const hw::Divisor<hw::kNormal> by_scale" in of_own
     of_given = kernels(lambda x, s: hw.astype(x, hw.f32) / hw.maximum(s, 1e-12), x=hw.bf16["M", 4096], s=hw.f32["M", 1])
     assert "hw::kNormal" not in of_given
 
 
-def test_a_bf16_of_a_vector_is_converted_in_its_pair() -> None:
+def test_bf16_elements_of_a_vector_are_converted_in_pairs() -> None:
     text = kernels(lambda x: hw.silu(x) * x, x=hw.bf16["M", 64])
     assert "x_i.f32(e)" in text
     assert "float(x_i[e])" not in text
@@ -428,7 +428,7 @@ def test_column_sums_of_any_width(columns: int, target: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [1024, 1023])
-def test_more_elements_than_indices_of_32_bits_number(columns: int) -> None:
+def test_more_elements_than_32_bit_indices_can_address(columns: int) -> None:
     @hw.fusion(a=hw.u8["M", columns], b=hw.u8[columns])
     def sums(a, b):
         return a + b

@@ -240,7 +240,7 @@ def turned(op: str, heads: int, length: int = 64) -> HostProgram:
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_kernels_that_differ_in_names_and_sizes_are_one(heads: int, target: str) -> None:
+def test_kernels_that_differ_only_in_names_and_sizes_are_shared(heads: int, target: str) -> None:
     program = compile(turned("add", heads), target=target)
     assert program.sources["kernels.cu"].count("__global__") == 1
     random = np.random.default_rng(0)
@@ -250,7 +250,7 @@ def test_kernels_that_differ_in_names_and_sizes_are_one(heads: int, target: str)
 
 
 @pytest.mark.parametrize(("op", "length"), [("multiply", 64), ("add", 32)])
-def test_kernels_that_differ_in_more_are_two(op: str, length: int) -> None:
+def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> None:
     assert render(turned(op, 2, length))["kernels.cu"].count("__global__") == 2
 
 

@@ -30,7 +30,7 @@ def test_membership_conditions_of_meshes(mesh: Mesh, name: str, is_in: str) -> N
     assert (mesh.label, membership(mesh, 8)) == (name, is_in)
 
 
-def test_places() -> None:
+def test_coordinates() -> None:
     four = LINE.ranks(range(4, 8), dp=2, tp=2)
     assert [coordinate(four, axis) for axis in ("dp", "tp")] == ["(rank_.index() - 4) / 2", "(rank_.index() - 4) % 2"]
     assert rank_in_group(four, ("dp", "tp")) == "rank_.index() - 4"
@@ -39,7 +39,7 @@ def test_places() -> None:
     assert [coordinate(GRID, axis) for axis in ("dp", "tp")] == ["rank_.index() / 4", "rank_.index() % 4"]
 
 
-def test_names_that_the_user_has() -> None:
+def test_user_names_that_generated_code_also_uses() -> None:
     """Tensors that are named rank and route, and two meshes of the same ranks."""
     first, turned = LINE.ranks([0, 1]), LINE.ranks([1, 0])
 
@@ -70,7 +70,7 @@ def test_memory_and_plans_are_for_the_ranks_of_a_mesh() -> None:
     assert "    if (on_ranks_1_) {\n      memory.allocate(b_, M * M);\n    }\n" in cpp
 
 
-def test_a_spread_is_a_broadcast_in_place_on_the_root() -> None:
+def test_a_copy_to_other_ranks_is_a_broadcast_in_place_on_the_root() -> None:
     mesh = hw.Mesh(x=4)
     first, others = mesh.ranks([0]), mesh.ranks([1, 2, 3])
 

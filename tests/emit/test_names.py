@@ -30,7 +30,7 @@ def test_one_name(name: str, cpp: str) -> None:
     assert CppNames().of(name) == cpp
 
 
-def test_names_stay_apart_and_stay_the_same() -> None:
+def test_names_are_unique_and_stable() -> None:
     names = CppNames()
     assert [names.of("int"), names.of("int_1"), names.of("int", "size"), names.of("int")] == ["int_1", "int_1_1", "int_2", "int_1"]
 

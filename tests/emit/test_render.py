@@ -50,7 +50,7 @@ def test_a_member_call_declares_no_variable() -> None:
     assert "auto [size]" not in function
 
 
-def test_there_are_kernel_files_only_where_there_are_kernels() -> None:
+def test_only_programs_with_kernels_have_kernel_files() -> None:
     assert list(render(host_text.parse(PROGRAM))) == ["program.hw", "program.h", "program.cpp", "binding.cpp"]
 
 

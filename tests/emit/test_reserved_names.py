@@ -86,7 +86,7 @@ def test_a_name_that_is_reserved(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["M", "KV", "N_HEADS", "BATCH_SIZE", "EMB", "M_x", "rank", "row", "cuda_stream", "x"])
-def test_a_name_that_stays(name: str) -> None:
+def test_a_name_that_is_not_reserved(name: str) -> None:
     assert CppNames().of(name) == name
 
 

@@ -139,7 +139,7 @@ def test_tensordot_refuses(axes: Any, message: str) -> None:
     assert str(caught.value).partition(": tensordot: ")[2] == message
 
 
-def test_contracted_dims_are_those_of_both() -> None:
+def test_contracted_dims_must_be_equal_in_both_operands() -> None:
     with pytest.raises(ProgramError, match="at least 4 are needed"):
         hw.Fusion.parse("fusion @f(%x: f32[2, 3, 4], %y: f32[3, 4, 5]) {\n  %z: f32[2, 5] = matmul(%x, %y, contracted=3)\n  return %z\n}\n")
     with pytest.raises(ProgramError, match="inner dims differ"):

@@ -162,7 +162,7 @@ def test_python_can_iterate_over_a_first_dim_of_known_size() -> None:
     assert [op.kind for op in total.ops] == ["select", "add"] * 3
 
 
-def test_a_name_has_no_spaces_and_a_mesh_is_one() -> None:
+def test_invalid_dims_and_meshes() -> None:
     with pytest.raises(ProgramError, match=r"not a dim: 'M N'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
         hw.f32["M N"]
     assert hw.f32["M @ x"] == hw.f32["M@x"]

@@ -53,7 +53,7 @@ AS_GIVEN = [
 
 
 @pytest.mark.parametrize(("ops", "message"), AS_GIVEN)
-def test_as_given(ops: str, message: str) -> None:
+def test_invalid_ops(ops: str, message: str) -> None:
     with pytest.raises(ProgramError) as caught:
         Fusion.parse(text(ops))
     assert str(caught.value) == message
@@ -89,7 +89,7 @@ def test_a_size_that_no_input_has() -> None:
         Fusion.parse(text("%y: f32[N, 4] = broadcast_to(%x)", inputs="%x: f32[4]"))
 
 
-def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
+def test_use_before_definition_and_unknown_ops_without_text() -> None:
     fusion = Fusion.parse(text("%h: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%h)"))
     with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):
         verify_fusion(replace(fusion, body=fusion.ops[::-1]))
@@ -252,7 +252,7 @@ def test_partial_results_are_not_returned() -> None:
         Fusion.parse(text("%y: f32[4] partial(sum, x) = sum(%x, axis=(0,))"))
 
 
-def test_a_stream_that_was_built_wrong() -> None:
+def test_an_invalid_stream_without_text() -> None:
     fusion = Fusion.parse(text("%y: f32[8, 4] stream(0) = negative(%x)"))
     (op,) = fusion.ops
     assert op.result.stream is not None

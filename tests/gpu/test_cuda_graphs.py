@@ -214,7 +214,7 @@ def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", SEVERAL)
-def test_calls_are_captured_by_themselves(ranks: int) -> None:
+def test_calls_are_captured_automatically(ranks: int) -> None:
     program = mlp_on(ranks, graph="auto")
 
     def body(rank: int, group: hw.Group) -> None:
@@ -458,7 +458,7 @@ def test_in_a_graph_of_cupy() -> None:
     on_ranks(1, body)
 
 
-def test_a_first_call_in_a_capture_says_so() -> None:
+def test_a_first_call_in_a_capture_is_refused() -> None:
     def body(rank: int, group: hw.Group) -> None:
         mine, program = Rank(rank, 1), mlp_on(1)
         want = mine.fill(0)

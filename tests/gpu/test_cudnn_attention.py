@@ -256,7 +256,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
         compiled(host, "cuda").run(torch.zeros(shape, dtype=kind, device="cuda"))
 
 
-def test_what_cudnn_has_not() -> None:
+def test_cases_that_cudnn_lacks() -> None:
     """Cases without cuDNN: lengths with rows that do not start at row 0. Misaligned operands are copied."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)

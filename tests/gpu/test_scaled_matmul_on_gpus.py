@@ -111,7 +111,7 @@ def test_two_gpus() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p", "ring"])
-def test_quantised_rows_travel_with_their_scales(algorithm: str) -> None:
+def test_quantised_rows_are_sent_with_their_scales(algorithm: str) -> None:
     """Values and scales are gathered together. Rows have powers of 2 up to 8, and contain 8, so they are quantised exactly."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")

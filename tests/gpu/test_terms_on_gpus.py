@@ -108,7 +108,7 @@ def test_as_nccl_rounds() -> None:
     on_ranks(body)
 
 
-def test_captured_and_not_with_many_in_flight() -> None:
+def test_graphs_and_calls_in_flight() -> None:
     """Launches of two graphs, and calls of two programs with several sizes, without waits in between. Numbers of exchanges must stay
     consistent."""
     program, other = reducing(8192), reducing(256)

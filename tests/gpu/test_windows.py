@@ -94,7 +94,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
-def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> None:
+def test_arrays_of_a_group_are_read_in_place(name: str, ranks: int) -> None:
     """Ranks are threads, and arrays are freed between calls."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
@@ -135,7 +135,7 @@ def test_closed_programs_leave_their_channel() -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "8"])
-def test_on_so_many_hardware_queues(connections: str) -> None:
+def test_with_several_numbers_of_hardware_queues(connections: str) -> None:
     test = f"{__file__}::{test_matches_numpy.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", test]
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": connections}

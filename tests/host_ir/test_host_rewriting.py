@@ -55,7 +55,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
         tree.edited(PROGRAM.body, {len(list(tree.walk(PROGRAM.body))): ()})
 
 
-def test_an_edit_is_of_one_place() -> None:
+def test_an_edit_changes_one_position() -> None:
     """An edit changes only one position, even if the same object is at several positions. A pass may repeat an instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)

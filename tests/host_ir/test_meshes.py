@@ -53,7 +53,7 @@ def test_ranks_of_a_mesh(mesh: Mesh, text: str) -> None:
     )
 
 
-def test_places_in_a_mesh_of_some_ranks() -> None:
+def test_coordinates_in_a_mesh_of_some_ranks() -> None:
     mesh = LINE.ranks([3, 1, 0, 2], a=2, b=2)
     assert [mesh.coordinate(rank, "a") for rank in (3, 1, 0, 2)] == [0, 0, 1, 1]
     assert [mesh.rank_in_group(rank, ("b", "a")) for rank in (3, 1, 0, 2)] == [0, 2, 1, 3]

@@ -44,12 +44,12 @@ BROKEN: dict[str, tuple[Callable[[HostProgram], None], str, str]] = {
         KERNELS + "host @f(%x: f32[M, K], %row: f32[1, K]) -> (%y: f32[M, K]) mesh(x=1) {\n  launch @update %x, %row -> %y\n}\n",
         "%y updates %x, which is in other memory; copy it to %y first",
     ),
-    "a condition that is decided": (
+    "a constant condition": (
         conditions_are_open,
         "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  if 1 {\n    copy %x -> %y\n  }\n}\n",
         "the condition is constant; write the body that it selects",
     ),
-    "a loop that is none": (
+    "a loop of one iteration": (
         conditions_are_open,
         "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  for %i in 0..1 {\n    copy %x -> %y\n  }\n}\n",
         "the loop runs once; write its body",

@@ -169,7 +169,7 @@ def context_parallel(ranks: int, **how: Any) -> Fusion:
     return context_parallel
 
 
-def test_chosen_where_it_gains() -> None:
+def test_the_loop_is_chosen_if_it_is_faster() -> None:
     """The cost model chooses the loop. A call with uneven shards attends to all keys at once."""
     large = {"S": 2**14}
     program = hw.compile(context_parallel(2), options=Options(sizes=large))
@@ -186,7 +186,7 @@ def test_chosen_where_it_gains() -> None:
     program.close()
 
 
-def test_not_chosen_where_it_loses() -> None:
+def test_the_loop_is_not_chosen_if_it_is_slower() -> None:
     (few,) = lower(context_parallel(2), Options(sizes={"S": 256})).choices
     assert few.chosen.name == "none"
     uneven = lower(context_parallel(2), Options(sizes={"S": 2**14 - 1})).choices
@@ -204,7 +204,7 @@ def test_stated_alternative() -> None:
         lower(context_parallel(3), Options(sizes={"S": 768}, choices={"@context_parallel %k_gathered": "put(6)"}))
 
 
-def test_p2p_keeps_a_block_a_stream() -> None:
+def test_p2p_has_one_block_per_stream() -> None:
     """There is one buffer for keys per stream, for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]

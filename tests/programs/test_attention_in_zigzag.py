@@ -153,7 +153,7 @@ def scores(host: HostProgram, rank: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_each_rank_has_as_much_to_do(ranks: int) -> None:
+def test_each_rank_has_equal_work(ranks: int) -> None:
     """All ranks compute equally many scores. Keys and values are each sent once and reordered by one kernel. The result is written
     directly to the output."""
     size = 16 * ranks

@@ -247,7 +247,7 @@ def test_mistakes_of_gradients_in_host_ir(text: str, why: str) -> None:
     assert why in refusal_of_gradients(inputs, results, f"%q, %q, %q, %q, %q, %l scaled 1.0 {text}")
 
 
-def test_a_bias_that_is_not_there_has_no_gradient() -> None:
+def test_without_a_bias_there_is_no_gradient_of_a_bias() -> None:
     operands = "%q, %q, %q, %q, %q, %l, scale=1.0"
     text = f"fusion @f(%q: bf16[4, S, 8], %l: f32[4, S]) {{\n  %y: bf16[S, S] = attention_bias_gradient({operands})\n  return %y\n}}\n"
     with pytest.raises(ProgramError, match="is the gradient of a bias, but there is no bias; add a bias, and bias=true"):
@@ -287,7 +287,7 @@ def test_explain_names_the_kernels() -> None:
     assert [", without tensor cores" in line for line in said] == [False] * 8 + [True]
 
 
-def test_there_is_an_offset_at_least() -> None:
+def test_a_tensor_without_offsets_is_refused() -> None:
     @hw.fusion(q=hw.bf16[4, "S", 16], o=hw.i32["N"])
     def packed(q, o):  # type: ignore[no-untyped-def]
         return hw.attention(q, q, q, offsets=o)[0]

@@ -106,7 +106,7 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
-def test_keys_do_not_travel() -> None:
+def test_keys_are_not_sent() -> None:
     """If queries are replicated, ranks send only one number and one result per row.
 
     Keys are sent if rows are sharded, or if there is a window or lengths for several rows.

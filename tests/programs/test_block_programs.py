@@ -99,7 +99,7 @@ def test_results_on_other_meshes() -> None:
     np.testing.assert_array_equal(total, (x @ w).sum(0))
 
 
-def test_one_function_a_block() -> None:
+def test_each_block_is_one_function() -> None:
     source = compiled(nested(4)).source
     assert [source.count(f"void Program::{name}(") for name in ("mlp", "layer")] == [1, 1]
     assert [source.count(f"  {name}(") for name in ("mlp", "layer")] == [2, 2]

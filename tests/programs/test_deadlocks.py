@@ -112,7 +112,7 @@ def program_of(name: str) -> hw.HostProgram:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_is_found_when_it_is_compiled(name: str) -> None:
+def test_the_check_reports_the_deadlock(name: str) -> None:
     with pytest.raises(ProgramError) as caught:
         hw.compile(program_of(name))
     assert str(caught.value) == CASES[name][1]
@@ -120,7 +120,7 @@ def test_is_found_when_it_is_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("how", [lambda: parallel(timeout_seconds=20), lambda: seeded(0, buffered_sends=False)], ids=["parallel", "seeded"])
 @pytest.mark.parametrize("name", CASES)
-def test_is_reported_when_it_runs(name: str, how: Callable[[], AbstractContextManager[None]]) -> None:
+def test_a_run_reports_the_deadlock(name: str, how: Callable[[], AbstractContextManager[None]]) -> None:
     program = hw.compile(program_of(name), options=Options(check=False))
     same_report(report_of(program, how), CASES[name][2])
 

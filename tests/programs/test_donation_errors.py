@@ -91,12 +91,12 @@ REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
         "  launch @twice %x -> %y\n  copy %x_0 -> %first\n",
         r"copy %fn_x_0 -> %again reads %fn_x_0 after %fn_y was written over bytes 0 to 16 of %out, which were donated: read them before",
     ),
-    "late in a function that calls one": (
+    "a late read in a function that calls another one": (
         "  call @fn %x -> %y, %first\n",
         "  %t = allocate f32[S, 4]\n  call @fn %x -> %y, %first\n  copy %x -> %t\n",
         r"copy %twice_fn_x -> %twice_fn_t reads %twice_fn_x after %fn_y_2 was written over bytes .* of %out, which were donated",
     ),
-    "another argument there": (
+    "a view of the donated memory as another argument": (
         "  call @plus %out, %c -> %out\n",
         "  %t = reshape %out to [S, 4]\n  call @plus %out, %t -> %out\n",
         r"launch @sum .* reads %plus_z after %plus_y was written over bytes .* of %out, which were donated",
@@ -130,13 +130,17 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
         lambda x, y: hw.sum(x + y, 0),
         "no result of f32\\[M, N\\], apart from results that other inputs use, is computed from x; return",
     ),
-    "not computed from it": (("x",), lambda x, y: (hw.exp(y), hw.sum(x)), "is computed from x; return one, or leave x out of donate"),
+    "no result is computed from it": (
+        ("x",),
+        lambda x, y: (hw.exp(y), hw.sum(x)),
+        "is computed from x; return one, or leave x out of donate",
+    ),
     "several": (
         ("x",),
         lambda x, y: (x + y, x - y),
         'results 0 and 1 are of f32\\[M, N\\] and computed from x; choose one: donate={"x": 0',
     ),
-    "of another type": (
+    "a result of another type": (
         {"x": 1},
         lambda x, y: (x + y, hw.sum(x)),
         "donate: result 1 does not have the type of x, f32\\[M, N\\]; results that do: 0",

@@ -50,7 +50,7 @@ def test_reductions_without_a_value_for_a_known_size_0(kind: str) -> None:
         hw.Fusion.parse(text)
 
 
-def test_a_rank_may_have_none() -> None:
+def test_a_rank_may_have_no_rows() -> None:
     """2 ranks have 2 and 1 of 3 rows, 1 and 0 of one row, and none of zero rows."""
     program = hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])(lambda x: hw.max(x, "M")))
     for rows in (3, 1):

@@ -94,7 +94,7 @@ def test_the_rows_of_a_rank_decide() -> None:
         expect(sharded_rows, arrays, compiled(sharded_rows).run(**arrays, ranks=True))
 
 
-def test_more_rows_are_multiplied_at_once() -> None:
+def test_matmuls_of_more_rows_are_concurrent() -> None:
     """For more rows each matmul has a separate stream. If there are always few rows, the program has no such streams."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
@@ -110,7 +110,7 @@ def test_more_rows_are_multiplied_at_once() -> None:
     assert lowered(always_few).streams == ()
 
 
-def test_products_stay_apart() -> None:
+def test_matmuls_that_are_not_fused() -> None:
     """Matmuls are not fused if another op reads a product, if their operands differ, or if the consumer reads elements at other
     indices."""
 
@@ -139,7 +139,7 @@ def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
         assert all(name.encode() in cubin for name in names)
 
 
-def test_both_sides_are_checked() -> None:
+def test_both_branches_are_checked() -> None:
     for fusion in (gated(hw.f32), gated(hw.f32, 2)):
         rows = [sizes["T"] for sizes in sizes_to_check(lowered(fusion))]
         assert min(rows) <= ir.FEW_ROWS < max(rows)

@@ -253,7 +253,7 @@ def test_references(ranks: int) -> None:
     check([*CASES], given, [out.type.unshard([block[out.name] for block in blocks], fusion.mesh) for out in host.outputs])
 
 
-def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
+def test_nothing_large_is_communicated_for_a_sharded_vocabulary() -> None:
     @hw.fusion(mesh=hw.Mesh(tp=4), ids=hw.i64["T"], table=hw.bf16["V@tp", "E"], logits=hw.bf16["T", "V@tp"])
     def model(ids, table, logits):  # type: ignore[no-untyped-def]
         return hw.embedding(ids, table), hw.cross_entropy(logits, ids)
@@ -264,7 +264,7 @@ def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
     assert "f32[V" not in host  # the table is not cast
 
 
-def test_bits_of_ranks_are_gathered_when_they_are_reduced() -> None:
+def test_bit_reductions_over_ranks_gather_partial_results() -> None:
     fusion = hw.fusion(mesh=hw.Mesh(x=4), words=hw.i16["M@x", "N"])(lambda words: hw.reduce_xor(words, 0))
     body = [line.split(" on ")[0] for line in str(lower(fusion, hw.Options(transport="two_sided"))).splitlines() if "->" in line][1:]
     assert [line.strip() for line in body] == [
@@ -290,7 +290,7 @@ def test_bit_reductions_in_a_loop_and_on_another_mesh() -> None:
         np.testing.assert_array_equal(blocks["here"], np.bitwise_xor.reduce(words, 0))
 
 
-def test_the_first_ones_are_ordered_alone() -> None:
+def test_top_k_orders_only_the_first_elements() -> None:
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["B", "V"])
     def sampled(x):  # type: ignore[no-untyped-def]
         return hw.top_k(x, 5)

@@ -161,7 +161,7 @@ def test_bits_of_products() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_a_ring_of_sums_is_of_floats() -> None:
+def test_a_ring_reduces_only_floats() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i32[4, "4@x"], w=hw.i32["4@x", 4])
     def summed(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.reshard(x @ w, "4@x", 4).stream(0, chunks=2, algorithm="ring")

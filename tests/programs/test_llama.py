@@ -119,7 +119,7 @@ def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) 
 ROWS = 2000
 
 
-def test_draws_are_of_the_most_probable_tokens() -> None:
+def test_samples_are_among_the_most_probable_tokens() -> None:
     """Samples come only from the smallest set of tokens whose probability reaches top_p, with the right frequencies. Shards of the
     vocabulary are uneven."""
     dtype, vocabulary = hw.f32, 11

@@ -99,14 +99,14 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
-def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
+def test_every_instruction_is_needed(name: str, windows: tuple[str, ...]) -> None:
     """Also tests arrays in windows, which the caller may write before and after a call."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-def test_every_one_is_needed_for_keys_in_a_loop() -> None:
+def test_every_instruction_is_needed_for_keys_in_a_loop() -> None:
     host = lower(keys_in_a_loop(3, "put", hw.bf16), Options())
     assert any(isinstance(i, ir.Get) for i in tree.walk(host.body))
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -122,14 +122,14 @@ def weights(is_computed: bool, sharded: hw.TensorType = hw.f32["K@dp", "K"]) -> 
 
 
 @pytest.mark.parametrize("alternative", ["put(1)", "get(1)"])
-def test_every_one_is_needed_for_an_asynchronous_gather(alternative: str) -> None:
+def test_every_instruction_is_needed_for_an_asynchronous_gather(alternative: str) -> None:
     host = lower(weights(alternative == "get(1)"), Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}))
     assert " peer" in str(host)
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
 @pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
-def test_every_one_is_needed_for_products_by_shards(alternative: str) -> None:
+def test_every_instruction_is_needed_for_products_by_shards(alternative: str) -> None:
     """The first matmul uses the local shard, so the others must wait for arriving shards."""
     transport = "two_sided" if alternative == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
@@ -138,7 +138,7 @@ def test_every_one_is_needed_for_products_by_shards(alternative: str) -> None:
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-def test_every_one_is_needed_for_consecutive_gathers() -> None:
+def test_every_instruction_is_needed_for_consecutive_gathers() -> None:
     """The caller's stream copies the local shard during the transfer, and another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])

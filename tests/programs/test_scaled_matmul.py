@@ -127,7 +127,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
     ) == is_composed
 
 
-def test_bits_are_those_of_one_rounding() -> None:
+def test_results_are_rounded_only_once() -> None:
     """If sums have few bits, they are exact, so results are bitwise equal to the rounded reference."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
@@ -193,7 +193,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("kind", "rows"), [("row", "M"), ("block", 24), *(pytest.param(*c, marks=pytest.mark.slow) for c in OTHERS)])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
-def test_quantised_rows_travel_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
+def test_quantised_rows_are_sent_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
     """In each iteration, values and scales are sent in one group, or are read after one signal, for any number of rows."""
     ranks = 2
 

@@ -42,7 +42,7 @@ def test_more_terms_than_f32_counts(target: str) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16"])
-def test_sums_are_rounded_as_often_as_their_blocks_are(dtype: str, axis: int, target: str) -> None:
+def test_sums_have_few_rounding_errors(dtype: str, axis: int, target: str) -> None:
     """The terms are positive, so that sequential addition would have a far larger error."""
     spec = getattr(hw, dtype)
 

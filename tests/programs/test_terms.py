@@ -37,8 +37,8 @@ WIDTH = 4096  # width of rows; the sum of a few rows is small
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """A function that is called twice, with an all_reduce before residual and norm, one whose sum is also stored, and one whose sum is
-    returned."""
+    """Program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. One is before a matmul, and one
+    before a sum over the rows."""
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -76,7 +76,7 @@ def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
-def test_of_any_schedule() -> None:
+def test_sums_in_random_schedules() -> None:
     """Several calls are in flight. All memory is NaN before each call."""
     fusion = reduced(hw.f32, ranks=3)
     calls = [integer_arrays(fusion, {}, number) for number in range(3)]
@@ -169,7 +169,7 @@ def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
-def test_blocks_of_any_schedule() -> None:
+def test_blocks_in_random_schedules() -> None:
     fusion = blocks(3, hw.f32)
     calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]
     for seed in range(10):

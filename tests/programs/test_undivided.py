@@ -91,7 +91,7 @@ def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
-def test_the_ranks_of_a_group() -> None:
+def test_calls_of_the_ranks_of_a_group() -> None:
     """Ranks of a group pass the sizes, as for other uneven dims. One input is bound."""
     mesh = hw.Mesh(a=2, b=2)
 

@@ -211,7 +211,7 @@ OF_TARGETS = [("cpu", file) for file in FILES] + [pytest.param("cuda", file, mar
 
 
 @pytest.mark.parametrize(("target", "file"), OF_TARGETS)
-def test_the_name_of_a_file_is_no_code(target: str, file: str, tmp_path: Path) -> None:
+def test_the_name_of_a_file_is_not_code(target: str, file: str, tmp_path: Path) -> None:
     path = tmp_path / file
     path.write_text(GOOD)
     hw.compile(one(path), target=target).build()
@@ -220,7 +220,7 @@ def test_the_name_of_a_file_is_no_code(target: str, file: str, tmp_path: Path) -
         hw.compile(one(path, "wrong"), target=target).build()
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "latin.cu"
     path.write_bytes(b"// \xff")
     with pytest.raises(ProgramError, match=r"latin.cu: is not UTF-8; give the path of a file of CUDA C\+\+$"):
@@ -305,7 +305,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
     np.testing.assert_array_equal(sums, x.sum(1))
 
 
-def test_outputs_are_where_the_tensors_are() -> None:
+def test_outputs_are_on_the_mesh_of_the_operands() -> None:
     """Outputs are on the mesh of the operands, even if their specs do not state it. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])

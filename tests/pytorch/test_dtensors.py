@@ -56,7 +56,7 @@ def blocks(rank: int) -> tuple[Any, Any]:
     return X.chunk(2)[rank // 2], W.chunk(2, 1)[rank % 2].contiguous()
 
 
-def test_of_a_program(mesh: Any) -> None:
+def test_inputs_of_a_program(mesh: Any) -> None:
     """DTensors on a mesh with all axes of the program, and on a mesh with only the axes that shard a tensor."""
 
     def call(rank: int) -> Any:
@@ -69,7 +69,7 @@ def test_of_a_program(mesh: Any) -> None:
         torch.testing.assert_close(got, x @ w)
 
 
-def test_of_a_compiled_module(mesh: Any) -> None:
+def test_inputs_of_a_compiled_module(mesh: Any) -> None:
     module = nn.Linear(6, 8).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "tp, -", "input": "tp, -"}, (X,))
 

@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "of all": lambda x, w: torch.mean(x),
     "layer_norm": lambda x, w: F.layer_norm(x, (8,)),
     "gelu": lambda x, w: F.gelu(x, approximate="tanh"),
-    "made of nothing": lambda x, w: torch.where(x > 0, x, torch.zeros_like(x)),
+    "a constructor": lambda x, w: torch.where(x > 0, x, torch.zeros_like(x)),
     "decomposed": lambda x, w: F.mish(F.hardswish(x)),
     "composite": lambda x, w: torch.logsumexp(F.normalize(x, dim=1), 1),
     "einsum": lambda x, w: torch.einsum("mk,kn->nm", x, w),

@@ -195,8 +195,8 @@ class _Done:
 
 
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, transformers checks one step late whether greedy sequences ended, and undoes the last step. Here the CPU plays this part.
-    Caches that the caller gets, and sampled tokens, have no step that is undone."""
+    """On CUDA, transformers checks one step late whether greedy sequences ended, and undoes the last step. The test makes transformers do
+    this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
         pytest.skip("this version of transformers waits for each token")

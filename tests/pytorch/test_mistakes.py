@@ -61,12 +61,12 @@ def compiled(plan: Any = None, mesh: Any = MESH, inputs: Any = (X,), module: Any
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "matches nothing": ({"upp.weight": "tp, -"}, r'plan: "upp.weight" matches none of the parameters, .*; did you mean up.weight\?'),
     "no such layer": ({"layers.*.weight": "tp, -"}, 'plan: "layers.*.weight" matches none of the parameters, inputs or modules; '),
-    "module of a style": ({"gate": ColwiseParallel()}, 'plan: "gate" matches none of the modules; .*'),
-    "two that fight": (
+    "a style for a missing module": ({"gate": ColwiseParallel()}, 'plan: "gate" matches none of the modules; .*'),
+    "two entries that contradict each other": (
         {"up.weight": "tp, -", "*.weight": "-, tp"},
         r'plan: up.weight is sharded as "tp, -" by "up.weight" and as "-, tp" by "\*.weight"; keep one',
     ),
-    "a style and a text": (
+    "a style that contradicts a text": (
         {"up": ColwiseParallel(), "up.weight": "-, tp"},
         'plan: up.weight is sharded as "tp, -" by "up" and as "-, tp" by "up.weight"; keep one',
     ),

@@ -60,18 +60,18 @@ OF_LINEAR: dict[str, Callable[[Any], Any]] = {
     "topk": lambda y: y.topk(3, 1).values,
     "var_mean": lambda y: sum(torch.var_mean(y, -1)),
     "one_hot": lambda y: y * F.one_hot(torch.arange(ROWS) % 3, DIM),
-    "scatter beside fewer rows": lambda y: y.scatter(1, INDEX, y[:2, :2] * 3),
+    "scatter of fewer rows": lambda y: y.scatter(1, INDEX, y[:2, :2] * 3),
     "scatter of a number": lambda y: y.scatter(1, INDEX, 2.0),
-    "scatter_add beside one row": lambda y: y.scatter_add(1, INDEX[:1], y[:1, :2]),
-    "gather beside one row": lambda y: y.gather(1, INDEX[:1]),
-    "from the end": lambda y: y[torch.arange(ROWS) - 2],
-    "one place": lambda y: y[torch.tensor([1])] + y[:, torch.tensor([3])],
+    "scatter_add of one row": lambda y: y.scatter_add(1, INDEX[:1], y[:1, :2]),
+    "gather of one row": lambda y: y.gather(1, INDEX[:1]),
+    "negative indices": lambda y: y[torch.arange(ROWS) - 2],
+    "one index": lambda y: y[torch.tensor([1])] + y[:, torch.tensor([3])],
     "one column": lambda y: y[:, torch.tensor([3])],
     "a middle dim": lambda y: y.view(2, 2, 4, 4)[:, torch.tensor([1, 0]), torch.tensor([2, 3])],
-    "dims apart": lambda y: y.view(2, 2, 4, 4)[torch.tensor([[1], [0]]), :, torch.tensor([0, 2])],
-    "numbers of two dims": lambda y: y[INDEX],
+    "indices of dims that are not adjacent": lambda y: y.view(2, 2, 4, 4)[torch.tensor([[1], [0]]), :, torch.tensor([0, 2])],
+    "indices with two dims": lambda y: y[INDEX],
     "a write at several indices": lambda y: y.index_put((torch.tensor([1, 3]), torch.tensor([2, 0])), y[0, :2], accumulate=True),
-    "a write where a mask is": lambda y: written(y, y > 0, 0.5),
+    "a write where a mask is true": lambda y: written(y, y > 0, 0.5),
     "masked_scatter": lambda y: y.masked_scatter(y > 0, y.flip(0)),
     "scatter_reduce": lambda y: y.scatter_reduce(1, INDEX, y[:2, :2], "amax"),
     "cumprod": lambda y: y.cumprod(1),
@@ -245,7 +245,7 @@ class OfTruths(nn.Module):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_truths() -> None:
+def test_bools() -> None:
     torch.manual_seed(0)
     given = torch.rand(ROWS, DIM) > 0.5, torch.rand(ROWS, DIM) > 0.5, torch.randint(0, ROWS, (ROWS,))
     for mine, theirs in zip(hostweave.torch.compile(OfTruths(), hw.Mesh(tp=1), {}, given)(*given), OfTruths()(*given), strict=True):
@@ -303,7 +303,7 @@ def _replaced(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [_moved, nn.Module.half, _replaced, lambda module: delattr(module.linear, "bias")])
 @pytest.mark.parametrize("training", [False, True])
-def test_parameters_elsewhere(change: Callable[[nn.Module], Any], training: bool) -> None:
+def test_replaced_and_moved_parameters_are_refused(change: Callable[[nn.Module], Any], training: bool) -> None:
     module, x = Then(F.relu), torch.ones(ROWS, DIM)
     call = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
     with torch.set_grad_enabled(training):

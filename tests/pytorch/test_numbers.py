@@ -123,6 +123,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(function: Callable[..., Any], message: str) -> None:
+def test_uses_of_numbers_that_are_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         hostweave.torch.compile(Of(function), hw.Mesh(tp=1), {}, (torch.randn(2, 5, 4), torch.tensor(2)), dynamic_shapes=(N, (None,)))

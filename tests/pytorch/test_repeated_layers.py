@@ -138,7 +138,7 @@ class Nested(nn.Module):
         return self.parts[1](self.parts[0](x))
 
 
-def test_layers_that_could_read_anything_or_keep_a_state_are_apart() -> None:
+def test_layers_that_could_read_anything_or_keep_a_state_are_traced() -> None:
     expect(of(2.0, 2.0, kind=Named), "", "number differs")
     expect(of(2.0, 2.0, kind=Counting), "traced separately: it writes its attribute calls", "traced separately")
     shared = of(2.0, 2.0, 2.0, kind=Shared)
@@ -309,7 +309,7 @@ def test_layers_with_separate_state_in_a_cache_are_traced_once() -> None:
     expect(tied, "", "0", "0")
 
 
-def test_layers_whose_index_has_an_effect_are_apart() -> None:
+def test_layers_whose_index_has_an_effect_are_traced() -> None:
     expect(caching(ByIndex), "", "layer_idx differs", "layer_idx differs")
     expect(caching(InTable), "", "layer_idx differs", "layer_idx differs")
     expect(caching(FirstTwo, 4), "", "0", "layer_idx differs", "2")
@@ -322,7 +322,7 @@ def test_layers_whose_index_has_an_effect_are_apart() -> None:
     expect(without, "", "the cache of other layers", "0")
 
 
-def test_layers_that_use_more_of_a_cache_are_apart() -> None:
+def test_layers_that_use_more_of_a_cache_are_traced() -> None:
     expect(caching(CacheBefore), "the cache of other layers", "the cache of other layers", "the cache of other layers")
     expect(caching(EveryCache), "the cache of other layers", "the cache of other layers", "the cache of other layers")
     expect(caching(CountingInCache), "objects to a cache", "objects to a cache", "objects to a cache")

@@ -194,7 +194,7 @@ def test_number_of_dims() -> None:
     assert message_of(w=np.ones(4, BF16)) == "ag_matmul: w: expected bf16[K, N], got bf16[4]; pass an array of 2 dims"
 
 
-def test_no_array() -> None:
+def test_an_argument_that_is_not_an_array() -> None:
     assert message_of(w=[1, 2]) == "ag_matmul: w: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"
 
 

@@ -145,7 +145,7 @@ def test_captured_calls_and_calls_with_views() -> None:
     assert [one.compiled.variant for one in program.variants] == ["for x in windows"]
 
 
-def test_how_long_memory_lives() -> None:
+def test_lifetime_of_memory() -> None:
     provider = hw.Threads(2)
     kept: list[np.ndarray] = []
 

@@ -166,7 +166,7 @@ def test_calls_of_threads_of_one_rank_are_ordered() -> None:
     assert not wrong
 
 
-def test_both_programs_are_one() -> None:
+def test_a_bound_program_shares_its_module() -> None:
     program = affine_on(1)
     bound = program.bind(w=W, b=B)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)

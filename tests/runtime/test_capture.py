@@ -187,7 +187,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
     expect(fusion, values | {"x": -values["x"]}, results[-1], exact=True)
 
 
-def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
+def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
     """Graphs of the last 16 sets of arrays are kept. Arrays alternate and repeat. New sizes in the same memory need another graph."""
     program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]

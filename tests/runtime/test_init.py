@@ -64,7 +64,7 @@ def test_calls_of_several_programs_and_sizes() -> None:
     assert on_ranks(rank) == [None] * RANKS
 
 
-def test_one_thing_at_a_time() -> None:
+def test_in_random_schedules_of_one_rank_at_a_time() -> None:
     def rank(rank: int) -> Any:
         with seeded(seed):
             return AG_MATMUL(x_of(rank), W)
@@ -73,7 +73,7 @@ def test_one_thing_at_a_time() -> None:
         check_results(on_ranks(rank), X @ W)
 
 
-def test_outputs_that_are_given() -> None:
+def test_outputs_given_by_out() -> None:
     def rank(rank: int) -> None:
         y = np.empty((16, 12), np.float32)
         assert AG_MATMUL(x_of(rank), W, out=y) is y

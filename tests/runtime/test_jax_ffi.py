@@ -95,7 +95,7 @@ group.close()
 """
 
 
-def test_a_process_a_rank() -> None:
+def test_one_process_per_rank() -> None:
     port = free_port()
     ranks = [as_rank(rank, 2, port) | {"JAX_PLATFORMS": "cpu"} for rank in range(2)]
     assert run_processes(RANK.replace("TARGET", "cpu"), ranks) == ["right"] * 2
@@ -157,7 +157,7 @@ def test_ranks_that_are_threads() -> None:
     assert threads.run(rank_main) == ["refused"] * 2
 
 
-def test_a_run_is_no_function_of_jax() -> None:
+def test_a_run_inside_of_jit_is_refused() -> None:
     remedy = r"mlp: x: is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi\(\)"
     with pytest.raises(ArgumentError, match=remedy):
         jax.jit(MLP.run)(X, W, V)

@@ -117,7 +117,7 @@ def test_calls_in_flight_have_one_shape() -> None:
     assert works()
 
 
-def test_a_dropped_wait_shows(broken) -> None:
+def test_a_dropped_wait_changes_results(broken) -> None:
     program = broken(".join(caller)", "")
     wrong = 0
     for seed in range(10):
@@ -186,7 +186,7 @@ def test_other_threads_continue_while_a_program_runs(broken) -> None:
 
 
 @pytest.mark.parametrize("mode", [parallel(), seeded(1)], ids=["parallel", "seeded"])
-def test_a_send_that_is_missing(broken, mode) -> None:
+def test_a_missing_send_is_a_deadlock(broken, mode) -> None:
     program = broken("ncclSend", "")
     with mode, pytest.raises(ExecutionError) as error:
         program.run(**arguments())

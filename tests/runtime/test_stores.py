@@ -93,7 +93,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return TorchStore(kept, rank=0, count=1).store("default", 1)
 
 
-def test_a_value_is_there_until_it_is_replaced(store: Store) -> None:
+def test_a_value_stays_until_it_is_replaced(store: Store) -> None:
     store.set("key", b"one\0\xff")
     assert store.get("key", 0) == b"one\0\xff"
     store.set("key", b"")
@@ -112,7 +112,7 @@ def test_get_waits_and_gives_up(store: Store) -> None:
         assert store.get("late", 10) == b"value"
 
 
-def test_threads_wait_side_by_side(store: Store) -> None:
+def test_threads_wait_concurrently(store: Store) -> None:
     def exchange(rank: int) -> bytes:
         if rank == 3:
             time.sleep(0.1)
@@ -160,7 +160,7 @@ def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
     assert tcp_store.get("large", 1) == value
 
 
-def test_the_port_of_another_job_is_passed_over(server: TcpServer) -> None:
+def test_the_port_of_another_job_is_skipped(server: TcpServer) -> None:
     ours = TcpServer([("127.0.0.1", 0)], "ours")
     store = TcpStore([("127.0.0.1", server.port), ("127.0.0.1", ours.port)], "ours", 5)
     store.set("key", b"ours")
@@ -198,7 +198,7 @@ def test_a_closing_server_informs_its_clients(server: TcpServer) -> None:
     store.close()
 
 
-def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp_store: TcpStore) -> None:
+def test_a_value_for_a_disconnect_is_set_only_if_the_process_dies(server: TcpServer, tcp_store: TcpStore) -> None:
     script = f"""
 import os
 from hostweave.runtime.stores import TcpStore
@@ -398,7 +398,7 @@ def meet_all(store: Store, count: int, group: str = "default", timeout: float = 
     return in_threads(count, lambda rank: meet(store, group, rank, count, timeout))
 
 
-def test_a_world_is_made_again_and_again(store: Store) -> None:
+def test_a_rendezvous_can_be_repeated(store: Store) -> None:
     prefixes = set()
     for group in ("default", "default", "other", "a/b", "a"):
         worlds: list[World] = meet_all(store, 3, group)
@@ -453,7 +453,7 @@ def seats(request: pytest.FixtureRequest) -> list[Exchange]:
     return [ThreadExchange(table, rank) for rank in range(3)]
 
 
-def test_records_of_all(seats: list[Exchange]) -> None:
+def test_gather_returns_the_records_of_all_ranks(seats: list[Exchange]) -> None:
     def rank(rank: int) -> list[list[str]]:
         return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
 

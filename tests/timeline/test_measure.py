@@ -62,7 +62,7 @@ def test_marks_are_around_all_instructions_with_work() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_with_marks_is_as_right_as_without(name: str) -> None:
+def test_marks_do_not_change_results(name: str) -> None:
     host = compiled(PROGRAMS[name]).host
     with_marks = marked(host)
     assert HostProgram.parse(str(with_marks)) == with_marks
@@ -148,7 +148,7 @@ def expect_in_order(report: Report) -> None:
     assert all(d.measured > 0 and d.count > 0 for d in report.differences)
 
 
-def test_the_report_of_both() -> None:
+def test_the_report_of_predicted_and_measured_times() -> None:
     program = hw.compile(HostProgram.parse(P2P))
     x, w = np.ones((64, 32), np.float32), np.ones((32, 16), np.float32)
     report = program.timeline(x, w=w, repetitions=3)

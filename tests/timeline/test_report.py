@@ -69,7 +69,7 @@ def test_names_are_escaped_in_the_page() -> None:
     assert "<b>&<" not in page
 
 
-def test_the_picture_is_xml_with_a_box_an_event(report: Report) -> None:
+def test_the_picture_is_xml_with_one_box_per_event(report: Report) -> None:
     root = ElementTree.fromstring(report.svg())
     boxes = [box for box in root.iter(f"{SVG}rect") if "event" in box.get("class", "")]
     assert len(boxes) == len(report.predicted.events)
@@ -95,7 +95,7 @@ def test_boxes_of_one_lane_do_not_overlap(report: Report) -> None:
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
 
-def test_perfetto_gets_a_process_a_rank_and_a_thread_a_stream(report: Report) -> None:
+def test_perfetto_has_one_process_per_rank_and_one_thread_per_stream(report: Report) -> None:
     trace = json.loads(report.perfetto())
     events: list[dict[str, Any]] = trace["traceEvents"]
     named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}

@@ -64,7 +64,7 @@ def test_a_channel_uses_the_first_transport_that_supports_its_calls() -> None:
     assert {channel.transport.name for channel in host.channels} == {"two_sided"}
 
 
-def test_a_group_is_of_one_transport() -> None:
+def test_a_group_has_one_transport() -> None:
     head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N]) mesh(x=2, z=2) {\n"
     program = host_text.parse(head + "group {\nsend %x to 1 - rank.x on x\nrecv %y from 1 - rank.z on z\n}\n}\n")
     verify_host(program)

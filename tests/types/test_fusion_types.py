@@ -68,7 +68,7 @@ def test_sizes_of_shares() -> None:
 @pytest.mark.parametrize(
     "text", ["M M", "M/N", "M/2*K", "(M + )", "(M", "ceil(M/0)", "part(M)", "local(M, x on ranks 1, 1)", "M # rows", "", "1.5"]
 )
-def test_texts_of_no_size(text: str) -> None:
+def test_texts_that_are_not_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=rf"^not a size: {re.escape(repr(text))}; write a name, an int, or a product such as 8\*M/4$"):
         Size.of(text)
 

@@ -108,7 +108,7 @@ def test_zigzag_is_kept_or_changed_as_stated(ranks: int) -> None:
     program.check()
 
 
-def test_a_rank_has_its_pieces_of_an_exported_project(tmp_path: Path) -> None:
+def test_an_exported_project_gives_each_rank_its_pieces(tmp_path: Path) -> None:
     @hw.fusion(mesh=hw.Mesh(cp=2), x=ROWS, y=hw.f32["S", 3])
     def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
         return x + y

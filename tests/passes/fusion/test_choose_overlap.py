@@ -59,7 +59,7 @@ LOOPS = {
           %y: f32[4, M, N] stream(0, all_reduce) = all_reduce(%s, axes=(x), reduction=sum)
         }""",
     ),
-    "what feeds the feeder stays out": (
+    "the producer of a matmul's operand stays outside of the loop": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%a: f32[M, K@x] = relu(%x)
         %h: f32[M, N] partial(sum, x) = matmul(%a, %w)
@@ -70,7 +70,7 @@ LOOPS = {
           %y: f32[M, N] stream(M, all_reduce) = all_reduce(%h, axes=(x), reduction=sum)
         }""",
     ),
-    "what feeds a gather joins where it goes across shards": (
+    "the producer of a gathered value joins a loop across shards": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
         %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
@@ -81,7 +81,7 @@ LOOPS = {
           %y: f32[M, N] stream(M) = matmul(%g, %w)
         }""",
     ),
-    "and not where it goes by block": (
+    "the producer of a gathered value stays outside of a loop by shard": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
         %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
@@ -92,7 +92,7 @@ LOOPS = {
           %y: f32[M, N] stream(M) = matmul(%g, %w)
         }""",
     ),
-    "gathers that one op reads move together": (
+    "gathers of two operands of one op join the loop together": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
         """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
@@ -103,7 +103,7 @@ LOOPS = {
           %y: f32[M, K] stream(M) = add(%ag, %bg)
         }""",
     ),
-    "gathers of two ops have a loop each, since neither waits for the other": (
+    "independent gathers have separate loops": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
         """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
@@ -118,7 +118,7 @@ LOOPS = {
           %z: f32[M, K] stream(M) = multiply(%bg, %y)
         }""",
     ),
-    "what is gathered whole comes before the loop": (
+    "an operand that is gathered as a whole precedes the loop": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
         """%xg: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %wg: f32[K, N] = all_gather(%w, dim=0, axes=(x))
@@ -129,7 +129,7 @@ LOOPS = {
           %y: f32[M, N] stream(M) = matmul(%xg, %wg)
         }""",
     ),
-    "what takes the same gather joins, where it is streamed alike": (
+    "matmuls of one gathered value share a loop if they have equal chunks": (
         "%x: f32[M@x, K], %v: f32[K, N], %w: f32[K, N]",
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8) = matmul(%g, %v)
@@ -144,7 +144,7 @@ LOOPS = {
         %s: f32[M, N] = relu(%a)
         %y: f32[M, N] = add(%s, %b)""",
     ),
-    "what needs the first result of the same iteration joins, too": (
+    "an op that reads the same chunk of the first result joins the loop": (
         "%x: f32[M@x, K], %w: f32[K, K]",
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
@@ -155,7 +155,7 @@ LOOPS = {
           %y: f32[M, K] stream(M) = add(%g, %a)
         }""",
     ),
-    "a streamed consumer takes the steps of the loop before it": (
+    "a streamed consumer joins the preceding loop": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%g: f32[M, K] stream(M, 8) = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
@@ -166,7 +166,7 @@ LOOPS = {
           %y: f32[M, N] stream(M) = relu(%a)
         }""",
     ),
-    "but not of a reduce-scatter by block, which is done after its loop": (
+    "a consumer of a reduce-scatter by shard is outside of the loop, because the reduction ends after the loop": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
         %s: f32[M@x, N] stream(M, 8) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
@@ -179,7 +179,7 @@ LOOPS = {
           %y: f32[M@x, N] stream(M) = relu(%s)
         }""",
     ),
-    "a local slice of the streamed dim ends the loop, and views alone are none": (
+    "a local slice of the streamed dim ends the loop, and views alone form no loop": (
         "%x: f32[M, K@x]",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
         %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
@@ -308,7 +308,7 @@ def refused(inputs: str, ops: str) -> Any:
     return str(caught.value)
 
 
-def test_a_block_of_a_sharded_dim_is_not_there() -> None:
+def test_chunks_by_shard_of_a_sharded_dim_are_refused() -> None:
     assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = negative(%x)") == (
         "text:2: stream of %y: chunking='by_shard' is not possible, "
         "a rank holds only one block of f32[M@x, K]; use chunking='across_shards'"

@@ -54,51 +54,51 @@ CASES = {
         """%y_sliced: f32[M@x, K@y] = shard(%x, dim=1, axes=(y))
         %y: f32[M, K@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))""",
     ),
-    "another axis on the same dim: blocks are permuted while they are small": (
+    "another axis on the same dim: a slice precedes the permutation, which then sends small blocks": (
         "%x: f32[M@x, K]",
         "%y: f32[M@y, K] pinned = reshard(%x)",
         f"""%y_sliced: f32[M@x,y, K] = shard(%x, dim=0, axes=(y))
         %y_permuted: f32[M@y,x, K] = permute_shards(%y_sliced, axes=(x, y), sources={TURNED})
         %y: f32[M@y, K] pinned = all_gather(%y_permuted, dim=0, axes=(x))""",
     ),
-    "a stream that its producer cannot walk": (
+    "a streamed dim along which the producer cannot be split into chunks": (
         "%x: f32[M, K]",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
         %y: f32[2*M, K] pinned stream(0, 2) = reshard(%j)""",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
         %y: f32[2*M, K] pinned stream(0, 2) = copy(%j)""",
     ),
-    "a stream that its producer can walk": (
+    "a streamed dim along which the producer can be split into chunks": (
         "%x: f32[M, K]",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
         %y: f32[2*M, K] pinned stream(1, 2) = reshard(%j)""",
         "%y: f32[2*M, K] pinned stream(K, 2) = concat(%x, %x, axis=0)",
     ),
-    "from dim to dim": (
+    "an axis that moves to another dim": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K@x] pinned = reshard(%x)",
         "%y: f32[M, K@x] pinned = all_to_all(%x, dim=0, to=1, axes=(x))",
     ),
-    "the outer axis of a dim alone": (
+    "only the outer axis of a dim is gathered": (
         "%x: f32[M@x,y, K]",
         "%y: f32[M@y, K] pinned = reshard(%x)",
         f"""%y_permuted: f32[M@y,x, K] = permute_shards(%x, axes=(x, y), sources={TURNED})
         %y: f32[M@y, K] pinned = all_gather(%y_permuted, dim=0, axes=(x))""",
     ),
-    "two dims at once: first what makes the rest smaller": (
+    "two dims at once: the slice comes first, because it makes the value smaller": (
         "%x: f32[M@x, K]",
         "%z: f32[M, K@y,x] pinned = reshard(%x)",
         """%z_sliced: f32[M@x, K@y] = shard(%x, dim=1, axes=(y))
         %z: f32[M, K@y,x] pinned = all_to_all(%z_sliced, dim=0, to=1, axes=(x))""",
     ),
-    "a slice of what could be made sliced": (
+    "a computed value is sliced, although it could be computed in slices": (
         "%x: f32[M, K]",
         """%h: f32[M, K] = negative(%x)
         %y: f32[M@x, K] pinned = reshard(%h)""",
         """%h: f32[M, K] = negative(%x)
         %y: f32[M@x, K] pinned = shard(%h, dim=0, axes=(x))""",
     ),
-    "an equal reshard is made once": (
+    "equal reshards are shared": (
         "%x: f32[M@x, K]",
         """%a: f32[M, K] pinned = reshard(%x)
         %b: f32[M, K] pinned = reshard(%x)
@@ -106,7 +106,7 @@ CASES = {
         """%a: f32[M, K] pinned = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K] = add(%a, %a)""",
     ),
-    "a step that two reshards share": (
+    "a step that is part of two reshards": (
         "%x: f32[M@x, K@y]",
         """%a: f32[M, K] pinned = reshard(%x)
         %b: f32[M, K@y] pinned = reshard(%x)
@@ -119,13 +119,13 @@ CASES = {
         %d: f32[M, K] pinned = all_gather(%c, dim=1, axes=(y))
         %y: f32[M, K] = add(%a, %d)""",
     ),
-    "a communication that nobody needs": (
+    "an unused communication": (
         "%x: f32[M@x, K]",
         """%a: f32[M, K] pinned = reshard(%x)
         %y: f32[M@x, K] = negative(%x)""",
         "%y: f32[M@x, K] = negative(%x)",
     ),
-    "the inner axis of a dim alone": (
+    "only the inner axis of a dim is gathered": (
         "%x: f32[M@x,y, K]",
         "%y: f32[M@x, K] pinned = reshard(%x)",
         "%y: f32[M@x, K] pinned = all_gather(%x, dim=0, axes=(y))",
@@ -150,7 +150,7 @@ CASES = {
         %y: f32[M@x, K] pinned stream(M, 2) = reshard(%h)""",
         "%y: f32[M@x, K] pinned stream(M, 2) = negative(%x)",
     ),
-    "no change of a value with other uses": (
+    "a reshard to the same sharding, of a value with other uses": (
         "%x: f32[M@x, K]",
         """%h: f32[M@x, K] = negative(%x)
         %g: f32[M@x, K] pinned = reshard(%h)
@@ -158,7 +158,7 @@ CASES = {
         """%h: f32[M@x, K] = negative(%x)
         %y: f32[M@x, K] = add(%h, %h)""",
     ),
-    "no change of an input that is returned": (
+    "a reshard to the same sharding, of an input, becomes a copy": (
         "%x: f32[M@x, K]",
         "%y: f32[M@x, K] pinned = reshard(%x)",
         "%y: f32[M@x, K] pinned = copy(%x)",

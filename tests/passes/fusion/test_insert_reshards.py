@@ -10,7 +10,7 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 
 # For each name: inputs, and the ops before and after the pass.
 CASES = {
-    "nothing where all agree": (
+    "no reshard if all shardings agree": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         "%y: f32[M@x, N] = matmul(%x, %w)",
         "%y: f32[M@x, N] = matmul(%x, %w)",
@@ -21,26 +21,26 @@ CASES = {
         """%x_gathered: f32[M, K] = reshard(%x)
         %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)""",
     ),
-    "the first operand is gathered where both are sharded": (
+    "the first operand is gathered if one axis shards both operands": (
         "%x: f32[M@x, K], %w: f32[K, N@x]",
         "%y: f32[M, N@x] = matmul(%x, %w)",
         """%x_gathered: f32[M, K] = reshard(%x)
         %y: f32[M, N@x] = matmul(%x_gathered, %w)""",
     ),
-    "the other side of a sharded K is sliced": (
+    "an operand is sliced along K if K is sharded in the other operand": (
         "%x: f32[M, K@x], %w: f32[K, N]",
         "%y: f32[M, N] = matmul(%x, %w)",
         """%w_sliced: f32[K@x, N] = reshard(%w)
         %y_partial: f32[M, N] partial(sum, x) = matmul(%x, %w_sliced)
         %y: f32[M, N] = reshard(%y_partial)""",
     ),
-    "weights sharded in K beside rows sharded on the same axis are gathered": (
+    "weights are gathered if the same axis shards their dim K and the rows": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
         "%y: f32[M@x, N] = matmul(%x, %w)",
         """%w_gathered: f32[K, N] = reshard(%w)
         %y: f32[M@x, N] = matmul(%x, %w_gathered)""",
     ),
-    "each rank numbers its own rows": (
+    "each rank computes the indices of its rows": (
         "%x: f32[M@x, K]",
         """%rows: i32[M] = iota()
         %columns: i32[K] = iota()
@@ -59,14 +59,14 @@ CASES = {
         %y: f32[M@x, K] = where(%mask, %x, %zeros_sliced)
         %z: f32[M@x, K] = where(%mask, %zeros_sliced, %x)""",
     ),
-    "both are gathered for a streamed dim": (
+    "both operands are gathered for a streamed dim": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
         "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",
         """%x_gathered: f32[M, K] = reshard(%x)
         %w_gathered: f32[K, N] = reshard(%w)
         %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w_gathered)""",
     ),
-    "a partial result to the layout that was propagated": (
+    "a partial result is resharded to the propagated sharding": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M@x, N] = matmul(%x, %w)
         %y: f32[M@x, N] = relu(%h)""",
@@ -105,7 +105,7 @@ CASES = {
         %d: f32[K@y] = multiply(%a, %b)
         %y: f32[1, K@y] = add(%c, %d)""",
     ),
-    "what NCCL cannot reduce is carried in another dtype, also in a loop": (
+    "dtypes that NCCL cannot reduce are cast before a reduction, also in a loop": (
         "%x: f8e4m3[M@x, K], %b: bool[M@x, K]",
         """%s: f8e4m3[K] stream(K, 2) = sum(%x, axis=(0,))
         %m: bool[K@x] = max(%b, axis=(0,))
@@ -121,7 +121,7 @@ CASES = {
         %n: bool[K@x] pinned = astype(%n_u8)
         %l: bool[K@x] = logical_not(%n)""",
     ),
-    "an equal reshard of one tensor is made once": (
+    "equal reshards of one tensor are shared": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M, N] stream(M, 8) = matmul(%x, %w)
         %b: f32[M, K] stream(M, 8) = negative(%x)
@@ -133,7 +133,7 @@ CASES = {
         %y: f32[M, N] = matmul(%b, %w)
         %z: f32[M, N] = add(%a, %y)""",
     ),
-    "names that are taken": (
+    "names that already exist": (
         "%x: f32[M@x, K], %x_gathered: f32[K, N]",
         "%y: f32[M, N] stream(M, 8) = matmul(%x, %x_gathered)",
         """%x_gathered_2: f32[M, K] = reshard(%x)

@@ -59,12 +59,12 @@ KEPT = {
         %x_t: f32[E, B*S] = permute_dims(%x_2d, axes=(1, 0))
         %y: f32[E, F] = matmul(%x_t, %w)""",
     ),
-    "rows that are merged": (
+    "merged rows": (
         "%x: f32[S, B, E], %w: f32[E, F]",
         """%x_2d: f32[B*S, E] = reshape(%x)
         %y: f32[B*S, F] = matmul(%x_2d, %w)""",
     ),
-    "a dim that is split": (
+    "a reshape that splits a dim": (
         "%x: f32[12, E], %dy: f32[12, F]",
         """%x_3d: f32[3, 4, E] = reshape(%x)
         %x_t: f32[3, E, 4] = permute_dims(%x_3d, axes=(0, 2, 1))
@@ -86,7 +86,7 @@ def test_kept(case: str) -> None:
     check(merge_contractions, inputs, program, program, mesh="dp=2, tp=2")
 
 
-def test_weight_gradients_gather_nothing() -> None:
+def test_weight_gradients_need_no_gather() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.bf16["S", "B@dp", "E"], dy=hw.bf16["S", "B@dp", "F@tp"])
     def gradients(x, dy):
         dw = hw.reshape(x, "S*B", "E").T @ hw.reshape(dy, "S*B", "F")

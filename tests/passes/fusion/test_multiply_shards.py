@@ -36,11 +36,11 @@ CASES = {
         f"{GATHER.replace(' one_sided', '')}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{TWO_SIDED}",
         f"{GATHER.replace(' one_sided', '')}\n{LOOP} %wg {{\n%y: bf16[M@x, N] stream(N) = matmul(%x, %wg)\n}}\n{TWO_SIDED}",
     ),
-    "of a transpose": (
+    "a transposed weight": (
         f"{TURNED}\n%y: bf16[M@x, N] = matmul(%x, %vt)\n{PUT.replace('wg', 'vg')}",
         f"{TURNED}\n{LOOP} %vg {{\n%y: bf16[M@x, N] stream(N) = matmul(%x, %vt)\n}}\n{PUT.replace('wg', 'vg')}",
     ),
-    "what matmuls end with comes with it": (
+    "the epilogue of the matmul joins the loop": (
         f"""{GATHER}
         %h: bf16[M@x, N] = matmul(%x, %wg)
         %z: bf16[M@x, K] = exp(%x)
@@ -60,7 +60,7 @@ CASES = {
         %s: bf16[M@x, N] = negative(%y)
         {PUT}""",
     ),
-    "but not what needs a later value, nor the same one twice": (
+    "an op that reads a later value does not join the loop": (
         f"""{GATHER}
         %h: bf16[M@x, N] = matmul(%x, %wg)
         %z: bf16[M@x, N] = exp(%r)
@@ -76,13 +76,13 @@ CASES = {
     ),
 }
 SAME = {
-    "it is chosen in one": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{IN_ONE}",
-    "nothing is chosen": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)",
+    "the choice is one matmul": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{IN_ONE}",
+    "there is no choice": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)",
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_after_another(case: str) -> None:
+def test_matmuls_by_shard(case: str) -> None:
     check(multiply_shards, INPUTS, *CASES[case])
 
 

@@ -20,7 +20,7 @@ SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 
 # For each name: inputs, and the ops before and after. Dims have 4096 elements: a matmul takes about 100 us, and a gather about 150 us.
 CASES = {
-    "a gather goes up past the product that hides it": (
+    "a gather is issued before the matmul that hides it": (
         FSDP,
         """%vg: bf16[K, N] = all_gather(%v, dim=0, axes=(x))
         %h: bf16[M@x, N] = matmul(%x, %vg)
@@ -31,7 +31,7 @@ CASES = {
         %h: bf16[M@x, N] = matmul(%x, %vg)
         %y: bf16[M@x, K] = matmul(%h, %wg)""",
     ),
-    "a short sum that only the caller needs comes after the products, together with its consumers": (
+    "a short sum that only the caller reads follows the matmuls, together with its consumers": (
         "%x: bf16[M@x, K], %w: bf16[K, K]",
         """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
         %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
@@ -48,7 +48,7 @@ CASES = {
         %t: bf16[K] = negative(%s)
         %k: bf16[K] = exp(%m)""",
     ),
-    "and no further than what takes as long": (
+    "a gather is issued before only as much work as it takes to hide it": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, 8]",
         """%a: bf16[M@x, K] = matmul(%x, %v)
         %b: bf16[M@x, K] = matmul(%a, %v)
@@ -59,7 +59,7 @@ CASES = {
         %b: bf16[M@x, K] = matmul(%a, %v)
         %y: bf16[M@x, 8] = matmul(%b, %wg)""",
     ),
-    "and past attention": (
+    "a gather is issued before attention": (
         "%q: bf16[2, M, 128], %w: bf16[M@x, K]",
         """%a: bf16[2, M, 128] = attention(%q, %q, %q, scale=1.0)
         %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
@@ -70,7 +70,7 @@ CASES = {
         %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
         %y: bf16[2, 128, K] = matmul(%t, %wg)""",
     ),
-    "the product of a gradient of weights moves down, after the communication for which the next layer waits": (
+    "the matmul of a weight gradient follows the communication that the next layer needs": (
         "%dy: bf16[M, N@x], %w: bf16[N@x, K], %x: bf16[M, K], %v: bf16[K, K]",
         """%t: bf16[N@x, M] = permute_dims(%dy, axes=(1, 0))
         %p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
@@ -87,7 +87,7 @@ CASES = {
         %z: bf16[M@x, K] = shard(%y, dim=0, axes=(x))
         %zg: bf16[M, K] = all_gather(%z, dim=0, axes=(x))""",
     ),
-    "the sum of a gradient runs beside what follows": (
+    "the all-reduce of a gradient overlaps with the next matmul": (
         SUM,
         """%t: bf16[K, M@x] = permute_dims(%x, axes=(1, 0))
         %p: bf16[K, N] partial(sum, x) = matmul(%t, %dy)
@@ -98,7 +98,7 @@ CASES = {
         %dw: bf16[K, N] async = all_reduce(%p, axes=(x), reduction=sum)
         %dx: bf16[M@x, K] = matmul(%dy, %w)""",
     ),
-    "a view of the result is not a use of it": (
+    "a view of the result does not wait for the communication": (
         SUM,
         """%t: bf16[K, M@x] = permute_dims(%x, axes=(1, 0))
         %p: bf16[K, N] partial(sum, x) = matmul(%t, %dy)
@@ -113,7 +113,7 @@ CASES = {
         %dx: bf16[M@x, K] = matmul(%dy, %w)
         %y: bf16[N, K] = add(%v, %w)""",
     ),
-    "a loop stays in one piece": (
+    "a gather is issued before a whole loop": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, K]",
         """loop 2 chunks across_shards {
           %a: bf16[M@x, K] stream(M) = matmul(%x, %v)
@@ -131,21 +131,21 @@ CASES = {
 }
 # Programs that the pass does not change.
 SAME = {
-    "nothing is there to hide it": (
+    "no op can hide the communication": (
         "%x: bf16[M, K@x], %w: bf16[K@x, N]",
         "%p: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M, N] = all_reduce(%p, axes=(x), reduction=sum)",
     ),
-    "what stands beside it is too short": (
+    "the only independent op is too short": (
         "%x: bf16[M@x, K], %z: bf16[8], %w: bf16[K, N]",
         "%a: bf16[8] = negative(%z)\n%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, N] = matmul(%g, %w)",
     ),
-    "another communication is not work that hides it": (
+    "another communication cannot hide a communication": (
         "%x: bf16[M@x, K], %y: bf16[M@x, K]",
         """%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
         %h: bf16[M, K] = all_gather(%y, dim=0, axes=(x))
         %z: bf16[M, K] = add(%g, %h)""",
     ),
-    "it is in a loop": (
+    "the communication is in a loop": (
         "%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[N, K]",
         """loop 8 chunks by_shard local_first {
           %g: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))

@@ -24,7 +24,7 @@ CASES = {
         %t_gathered: f32[K, M] = permute_dims(%x_gathered, axes=(1, 0))
         %y: f32[K, N@x] = matmul(%t_gathered, %z)""",
     ),
-    "it is transposed from what another op has gathered": (
+    "a value that another op has gathered is transposed": (
         f"""%g: f32[M, K] = reshard(%x)
         %h: f32[M, N] stream(M, 8) = matmul(%g, %all)
         {TURNED}
@@ -34,7 +34,7 @@ CASES = {
         {TURNED}
         %y: f32[K, M] pinned = permute_dims(%g, axes=(1, 0))""",
     ),
-    "a sum, then a reshard of what is permuted": (
+    "a sum, and then a reshard of the permuted value": (
         """%s: f32[M, A, B] partial(sum, x) = sum(%p, axis=(0,))
         %t: f32[B, M, A] partial(sum, x) = permute_dims(%s, axes=(2, 0, 1))
         %r: f32[B, M@x, A] = reshard(%t)
@@ -48,7 +48,7 @@ CASES = {
     ),
 }
 SAME = {
-    "a loop could take blocks of the outermost dim": """%t: f32[K@x, M] = permute_dims(%v, axes=(1, 0))
+    "a loop could use blocks of the outermost dim": """%t: f32[K@x, M] = permute_dims(%v, axes=(1, 0))
         %g: f32[K, M] = reshard(%t)
         %y: f32[K, N@x] = matmul(%g, %z)""",
     "a slice is a view": """%t: f32[M@x, K] = permute_dims(%w, axes=(1, 0))
@@ -56,7 +56,7 @@ SAME = {
     "a loop that the user stated": f"""{TURNED}
         %g: f32[K, M] = reshard(%t)
         %y: f32[K, M] stream(K, 8) = negative(%g)""",
-    "keys of an attention, which a loop could take": """%t: f32[H, S@x, 64] = permute_dims(%u, axes=(1, 0, 2))
+    "keys of an attention, which a loop could gather": """%t: f32[H, S@x, 64] = permute_dims(%u, axes=(1, 0, 2))
         %k: f32[H, S, 64] = reshard(%t)
         %v_2: f32[H, S, 64] = reshard(%t)
         %y: f32[H, S@x, 64] = attention(%t, %k, %v_2, scale=0.125, causal=top_left)""",

@@ -32,14 +32,14 @@ CASES = {
         %c: f32[2, K, 1, M@x] = broadcast_to(%b)
         %y: f32[2*K, M@x] = reshape(%c)""",
     ),
-    "a split dim hands its axes to the outermost part": (
+    "if a dim is split, its axes shard the outermost part": (
         "%x: f32[M@x, K]",
         """%a: f32[16, M/16, K] = reshape(%x)
         %y: f32[M, K] = reshape(%a)""",
         """%a: f32[16@x, M/16, K] = reshape(%x)
         %y: f32[M@x, K] = reshape(%a)""",
     ),
-    "but not where the ranks do not divide it": (
+    "a part that the ranks do not divide is not sharded": (
         "%x: f32[M@x, K]",
         "%y: f32[4, M/4, K] = reshape(%x)",
         "%y: f32[4, M/4, K] = reshape(%x)",
@@ -49,12 +49,12 @@ CASES = {
         "%y: f32[M] = sum(%x, axis=(1,))",
         "%y: f32[M@x] = sum(%x, axis=(1,))",
     ),
-    "a partial result is open": (
+    "a partial result has no sharding yet": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         "%y: f32[M, N] = matmul(%x, %w)",
         "%y: f32[M, N] = matmul(%x, %w)",
     ),
-    "a matmul of operands that are both sharded keeps the second": (
+    "if one axis shards both operands of a matmul, the result keeps that of the second": (
         "%x: f32[M@x, K], %w: f32[K, N@x]",
         "%y: f32[M, N] = matmul(%x, %w)",
         "%y: f32[M, N@x] = matmul(%x, %w)",
@@ -64,12 +64,12 @@ CASES = {
         "%y: f32[M, N] = matmul(%x, %w)",
         "%y: f32[M@x, N@y] = matmul(%x, %w)",
     ),
-    "a streamed dim is unsharded, the others are not": (
+    "only the streamed dim becomes unsharded": (
         "%x: f32[M@x, K], %w: f32[K, N@y]",
         "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",
         "%y: f32[M, N@y] stream(M, 8) = matmul(%x, %w)",
     ),
-    "a statement stays": (
+    "a stated sharding is kept": (
         "%x: f32[M@x, K]",
         """%h: f32[M, K] pinned = reshard(%x)
         %y: f32[M, K] = negative(%h)""",
@@ -85,14 +85,14 @@ CASES = {
         %z: f32[M@x, N] = relu(%h)
         %y: f32[M@x, N] pinned = reshard(%z)""",
     ),
-    "backward from a matmul that has K sharded on its other side": (
+    "backward from a matmul whose other operand is sharded along K": (
         "%x: f32[M, K], %v: f32[K, J], %w: f32[J@x, N]",
         """%h: f32[M, J] = matmul(%x, %v)
         %y: f32[M, N] = matmul(%h, %w)""",
         """%h: f32[M, J@x] = matmul(%x, %v)
         %y: f32[M, N] = matmul(%h, %w)""",
     ),
-    "backward only where all consumers want the same": (
+    "not backward if consumers state different shardings": (
         "%x: f32[M, K]",
         """%h: f32[M, K] = negative(%x)
         %a: f32[M@x, K] pinned = reshard(%h)
@@ -103,14 +103,14 @@ CASES = {
         %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
     ),
-    "a mesh axis of one rank is one like any other": (
+    "a mesh axis of one rank is propagated like any other axis": (
         "%x: f32[1, K]",
         """%h: f32[1, K] = negative(%x)
         %y: f32[1@z, K] pinned = reshard(%h)""",
         """%h: f32[1@z, K] = negative(%x)
         %y: f32[1@z, K] pinned = reshard(%h)""",
     ),
-    "nor into what a broadcast makes": (
+    "not backward into a dim that a broadcast adds": (
         "%b: f32[N]",
         """%h: f32[8, N] = broadcast_to(%b)
         %y: f32[8@x, N] pinned = reshard(%h)""",

@@ -17,7 +17,7 @@ X = "%x: f32[M@x, K], %s: f32[K]"
 
 # For each name: inputs, and the ops before and after the pass.
 CASES = {
-    "ops, and what is made of them": (
+    "equal ops, and equal ops on their results": (
         X,
         """%a: f32[M@x, K] = multiply(%x, %s)
         %b: f32[M@x, K] = multiply(%x, %s)
@@ -36,7 +36,7 @@ CASES = {
         """%a: f32[M, K] pinned = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K] = add(%a, %a)""",
     ),
-    "numbers of a dim, of which a rank has a part": (
+    "sharded indices of a dim": (
         X,
         """%i: i64[M] = iota()
         %a: i64[M@x] = shard(%i, dim=0, axes=(x))
@@ -47,7 +47,7 @@ CASES = {
         %a: i64[M@x] = shard(%i, dim=0, axes=(x))
         %y: i64[M@x] = add(%a, %a)""",
     ),
-    "what is returned is a copy": (
+    "a returned duplicate becomes a copy": (
         X,
         """%a: f32[M@x, K] = multiply(%x, %s)
         %y: f32[M@x, K] = multiply(%x, %s)""",
@@ -69,7 +69,7 @@ KEPT = {
         %g: f32[K] = add(%c, %d)
         %y: f32[K] = add(%g, %a)""",
     ),
-    "what reads nothing": (
+    "ops without operands": (
         "%x: f32[N, N]",
         """%a: i32[N] = iota()
         %b: i32[N] = iota()
@@ -78,7 +78,7 @@ KEPT = {
         %e: bool[N, N] = less(%c, %d)
         %y: f32[N, N] = where(%e, %x, 0.0)""",
     ),
-    "what a loop makes or reads": (
+    "results and operands of a loop": (
         X,
         """%a: f32[M@x, K] = multiply(%x, %s)
         %b: f32[M@x, K] = multiply(%x, %s)
@@ -143,14 +143,14 @@ UNITS = {
         """%s: f32[M@x, N] = matmul(%x, %w)
         %y: f32[M@x, N] pinned = reshard(%s)""",
     ),
-    "steps that the program states": (
+    "stated steps of a reshard": (
         "%x: f32[M@a,x, K]",
         """%h: f32[M@a, K] = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K@a] = all_to_all(%h, dim=0, to=1, axes=(a))""",
         """%h: f32[M, K] = reshard(%x)
         %y: f32[M, K] = reshard(%h)""",
     ),
-    "steps over other axes stay": (
+    "steps over other axes are not shared": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K] = all_gather(%x, dim=0, axes=(x))",
         "%y: f32[M, K] = all_gather(%x, dim=0, axes=(x))",

@@ -41,14 +41,14 @@ CASES = {
         + """%y_partial: bf16[M, N] partial(sum, x) = add(%a_partial, %b_partial)
         %y: bf16[M, N] = reshard(%y_partial)""",
     ),
-    "what is scattered is added where it is whole, and scattered once": (
+    "two scattered products are added as partial sums, and scattered once": (
         TWO,
         PRODUCTS.replace("a: bf16[M,", "a: bf16[M@x,").replace("b: bf16[M,", "b: bf16[M@x,") + "%y: bf16[M@x, N] = subtract(%a, %b)",
         TERMS
         + """%y_partial: bf16[M, N] partial(sum, x) = subtract(%a_partial, %b_partial)
         %y: bf16[M@x, N] = reshard(%y_partial)""",
     ),
-    "a reshard that is all that uses the sum reduces it": (
+    "a reshard that is the only consumer of a sum reduces it": (
         TWO,
         PRODUCTS
         + """%h: bf16[M, N] = add(%a, %b)
@@ -57,7 +57,7 @@ CASES = {
         + """%h: bf16[M, N] partial(sum, x) = add(%a_partial, %b_partial)
         %y: bf16[M, N@x] pinned = reshard(%h)""",
     ),
-    "a factor is taken as it was before it was sliced": (
+    "a sliced factor is replaced by the factor before the slice": (
         TWO + ", %f: bf16[M, N]",
         PRODUCTS.replace("a: bf16[M,", "a: bf16[M@x,").replace("b: bf16[M,", "b: bf16[M@x,")
         + """%f_sliced: bf16[M@x, N] = reshard(%f)
@@ -69,7 +69,7 @@ CASES = {
         %y_partial: bf16[M, N] partial(sum, x) = add(%b_partial, %c)
         %y: bf16[M@x, N] = reshard(%y_partial)""",
     ),
-    "views, quotients and casts up on the way": (
+    "reductions move past views, quotients and casts to wider dtypes": (
         TWO + ", %n: f32[]",
         PRODUCTS
         + """%t: bf16[N, M] = permute_dims(%a, axes=(1, 0))
@@ -89,7 +89,7 @@ CASES = {
         %y_partial: f32[] partial(sum, x) = sum(%d, axis=(0,))
         %y: f32[] = reshard(%y_partial)""",
     ),
-    "sums over two dims that two axes split are one": (
+    "sums over two dims that two axes shard become one reduction": (
         "%p: f32[M@y, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M@y, N] partial(sum, x) = matmul(%p, %v)
         %a: f32[M@y, N] = reshard(%a_partial)
@@ -103,24 +103,24 @@ CASES = {
 
 # For each name: inputs, and a program that the pass does not change.
 KEPT = {
-    "where as many bytes are reduced, right after the product": (
+    "the reduction does not move if it would reduce as many bytes": (
         TWO,
         PRODUCTS
         + """%c: bf16[M, N] = negative(%a)
         %d: bf16[M, N] = relu(%b)
         %y: bf16[M, N] = maximum(%c, %d)""",
     ),
-    "what is not partial is not added to terms": (
+    "a value that is not partial is not added to a partial sum": (
         TWO + ", %r: bf16[M, N]",
         PRODUCTS.partition("%b_partial")[0] + "%y: bf16[M, N] = add(%a, %r)",
     ),
-    "a cast down is of the sum": (
+    "a cast to a narrower dtype follows the reduction": (
         "%p: f32[M, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M, N] partial(sum, x) = matmul(%p, %v)
         %a: f32[M, N] = reshard(%a_partial)
         %y: bf16[M, N] = astype(%a)""",
     ),
-    "a sum that is used as such": (
+    "a reduced value with a nonlinear consumer": (
         TWO,
         PRODUCTS
         + """%c: bf16[M, N] = relu(%a)
@@ -129,15 +129,15 @@ KEPT = {
         %e: bf16[M, N] = maximum(%c, %d)
         %y: bf16[M, N] = maximum(%h, %e)""",
     ),
-    "what the user streams": (
+    "a value with a stated stream": (
         TWO,
         PRODUCTS.replace("a: bf16[M, N] =", "a: bf16[M, N] stream(M, 2) =") + "%y: bf16[M, N] = add(%a, %b)",
     ),
-    "what the user states": (
+    "a value with a stated sharding": (
         TWO,
         PRODUCTS.replace("a: bf16[M, N] =", "a: bf16[M, N] pinned =") + "%y: bf16[M, N] = add(%a, %b)",
     ),
-    "the largest of sums is not the sum of the largest": (
+    "a maximum of sums differs from the sum of maxima": (
         TWO,
         PRODUCTS
         + """%c: bf16[] = max(%a, axis=(0, 1))

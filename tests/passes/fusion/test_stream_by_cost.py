@@ -181,7 +181,7 @@ def test_choice_in_the_text() -> None:
             Fusion.parse(str(after).replace(wrong, message, 1))
 
 
-def test_layers_of_llama_overlap_by_themselves() -> None:
+def test_layers_of_llama_overlap_by_default() -> None:
     llama = load_file(EXAMPLES / "llama.py")
     for ranks in (2, 8):
         host = lower(llama.program(llama.Config(), tp=ranks), Options(sizes={"S": 8192, "B": 1}))

@@ -23,7 +23,7 @@ def attending(causal: str | None = "top_left") -> hw.Fusion:
     return attending
 
 
-def test_pieces_are_renumbered_before_and_behind() -> None:
+def test_pieces_are_renumbered_before_and_after_attention() -> None:
     _, after = before_and_after(stream_keys_in_zigzag, attending(), KNOWN)
     assert [str(op) for op in after.ops] == [
         "%y_rows: bf16[8, S@cp, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))",
@@ -47,7 +47,7 @@ def test_others_stay(fusion: hw.Fusion, options: hw.Options) -> None:
     assert changes(stream_keys_in_zigzag, fusion, options) == ""
 
 
-def test_without_gain_it_stays_in_sequence() -> None:
+def test_without_gain_attention_is_not_pipelined() -> None:
     _, after = before_and_after(stream_keys_in_zigzag, attending(), hw.Options(sizes={"S": 16}))
     assert [op.kind for op in after.ops] == ["attention"]
     assert [choice.chosen.algorithm for choice in after.choices] == ["none"]

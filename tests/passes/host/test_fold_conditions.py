@@ -14,47 +14,47 @@ from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.types.mesh import Mesh
 
 CASES = {
-    "bounds of an index in place of those of its quotient": (
+    "a condition on a quotient becomes a condition on the index": (
         "for %i in 0..6 {\nif %i / 2 != 0 {\nfill %y with 1.0\n}\nif %i / 3 == 0 {\nfill %y with 2.0\n}\n}\n",
         "for %i in 0..6 {\nif %i >= 2 {\nfill %y with 1.0\n}\nif %i < 3 {\nfill %y with 2.0\n}\n}\n",
     ),
-    "what is always so, and what never is": (
+    "conditions that are always true or never true": (
         "for %i in 0..1 {\nif %i == 0 {\ncopy %x -> %y\n} else {\nwait done[%i - 1]\n}\nif %i < 0 {\nrecord done[%i]\n}\n}\n",
         "copy %x -> %y\n",
     ),
-    "a loop of one iteration is none, and a remainder of what is smaller none either": (
+    "a loop of one iteration, and a remainder of a number that is less than the divisor": (
         "%p = rank.b + 1\nfor %i in 0..1 {\n"
         "for %j in 0..3 {\n%v = slice %x[0: 1 from %i * 2 + %p + %j % 3 + %j % 2]\nfill %v with 1.0\n}\n}\n",
         "for %j in 0..3 {\n%v = slice %x[0: 1 from 1 + %j + %j % 2]\nfill %v with 1.0\n}\n",
     ),
-    "a choice is what is chosen, and nothing is left of the other": (
+    "a decided choice becomes the selected buffer, and the other buffer is removed": (
         "%p = rank.b % 2\n%a = allocate f32[4]\n%c = choose %x if %p == 0 else %a\n%d = choose %c if %p < 1 else %a\n"
         "%v = reshape %d to [2, 2]\n"
         "%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
         "%v = reshape %x to [2, 2]\n%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
     ),
-    "no channel is left where nothing is sent": (
+    "a channel without communication is removed": (
         "if rank.b == 0 {\ncopy %x -> %y\n} else {\nrecv %y from 0 on b\n}\n",
         "copy %x -> %y\n",
     ),
-    "a channel stays where another one is sent on it": (
+    "a channel with another communication is kept": (
         "if rank.b > 0 {\nrecv %y from 0 on b\n}\nall_reduce sum %x -> %y on b\n",
         "all_reduce sum %x -> %y on b\n",
     ),
-    "neighbours under one condition": (
+    "adjacent bodies with the same condition": (
         "if rank.a == 0 {\nfill %y with 1.0\n}\nif rank.a == 0 {\nif rank.b == 0 {\ncopy %x -> %y\n}\n} else {\nfill %y with 2.0\n}\n"
         "if rank.a == 1 {\nfill %y with 3.0\n}\n",
         "if rank.a == 0 {\nfill %y with 1.0\ncopy %x -> %y\n} else {\nfill %y with 2.0\n}\nif rank.a == 1 {\nfill %y with 3.0\n}\n",
     ),
-    "neighbours on one stream": (
+    "adjacent bodies on the same stream": (
         "fork s\nstream s[0] {\ncopy %x -> %y\n}\nstream s[0] {\nrecord done[0]\n}\nstream s[1] {\nwait done[0]\n}\njoin s\n",
         "fork s\nstream s[0] {\ncopy %x -> %y\nrecord done[0]\n}\nstream s[1] {\nwait done[0]\n}\njoin s\n",
     ),
-    "which rank it is on a mesh of one": (
+    "a condition on the rank on a mesh of one rank": (
         "on mesh(a=1 of ranks 1) {\nif rank == 1 {\ncopy %x -> %y\n}\nif rank == 0 {\nfill %y with 1.0\n}\n}\n",
         "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\n",
     ),
-    "on some ranks by the coordinates of their mesh": (
+    "a condition on a coordinate of a mesh of some ranks": (
         "on mesh(a=1 of ranks 1) {\nif rank.a == 0 {\ncopy %x -> %y\n}\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
         "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
     ),

@@ -64,7 +64,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_all_of_a_kernel(name: str, dtype: str) -> None:
+def test_kernels_that_are_folded_completely(name: str, dtype: str) -> None:
     inputs, ops, ends = WHOLE[name]
     before = host(kernel(*ops, inputs=inputs), f"{PRODUCT}\nlaunch @k {srcs(inputs)} -> %y", dtype=dtype)
     after = f"host @f{HEAD} {{\n  matmul %x, %w {ends} -> %y\n}}\n".replace("{t}", dtype)
@@ -79,11 +79,11 @@ STAY = {
     "after the activation": (BIAS, ["a = relu(%h)", "y = add(%a, %b)"]),
     "a factor after a sum": (BIAS, ["a = add(%h, %b)", "y = multiply(%a, 0.5)"]),
     "a divisor whose inverse is not exact": (ALONE, ["y = divide(%h, 3.0)"]),
-    "a factor that divides": (ALONE, ["y = divide(1.0, %h)"]),
-    "a factor of nothing": (ALONE, ["y = multiply(%h, 0.0)"]),
+    "a division by the product": (ALONE, ["y = divide(1.0, %h)"]),
+    "a factor of 0": (ALONE, ["y = multiply(%h, 0.0)"]),
     "a number added": (ALONE, ["y = add(%h, 1.0)"]),
-    "itself": (ALONE, ["y = add(%h, %h)"]),
-    "used twice": (ALONE, ["a = relu(%h)", "y = multiply(%a, %h)"]),
+    "the product added to itself": (ALONE, ["y = add(%h, %h)"]),
+    "two uses of the product": (ALONE, ["a = relu(%h)", "y = multiply(%a, %h)"]),
     "two residuals": ("%h: {t}[M, N], %r: {t}[M, N], %x: {t}[M, N]", ["a = add(%h, %r)", "y = add(%a, %x)"]),
 }
 
@@ -120,7 +120,7 @@ host @f(%x: bf16[M, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M, N]) -> (%s: bf1
     )
 
 
-def test_of_two_matmuls_the_second_adds_the_first() -> None:
+def test_the_second_of_two_matmuls_adds_the_result_of_the_first() -> None:
     before = host(
         kernel("y = add(%h, %r)", inputs=PLUS),
         "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h\n%g = allocate {t}[M, N]\nmatmul %x, %v -> %g\nlaunch @k %h, %g -> %y",
@@ -185,16 +185,16 @@ join ring""",
 
 LAUNCH = "launch @add_y %h, %b -> %y"
 BODIES = {
-    "something else reads the product": f"matmul %x, %w -> %h\n{LAUNCH}\ncopy %h -> %z",
-    "something else writes the product": f"fill %h with 0.0\nmatmul %x, %w -> %h\n{LAUNCH}",
+    "another instruction reads the product": f"matmul %x, %w -> %h\n{LAUNCH}\ncopy %h -> %z",
+    "another instruction writes to the product": f"fill %h with 0.0\nmatmul %x, %w -> %h\n{LAUNCH}",
     "the product is used before, in a loop": f"for %i in 0..2 {{\n{LAUNCH}\nmatmul %x, %w -> %h\n}}",
     "another loop uses the product": f"matmul %x, %w -> %h\nfor %i in 0..2 {{\n{LAUNCH}\n}}",
-    "what is multiplied is overwritten": f"copy %x -> %z\nmatmul %z, %w -> %h\nfill %z with 0.0\n{LAUNCH}",
+    "an operand of the matmul is overwritten": f"copy %x -> %z\nmatmul %z, %w -> %h\nfill %z with 0.0\n{LAUNCH}",
     "other streams continue": f"matmul %x, %w -> %h\nfork ring\n{LAUNCH}\njoin ring",
     "a view of the product is used": "matmul %x, %w -> %h\n%v = reshape %h to [M, N]\nlaunch @add_y %v, %b -> %y",
-    "the result lies in columns": "%t = allocate {t}[N, M]\n%u = permute %t by [1, 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %b -> %u",
-    "the bias does not lie whole": "%c = select %w[1: 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %c -> %y",
-    "the result goes over an operand": f"copy %x -> %y\nmatmul %y, %w -> %h\n{LAUNCH}",
+    "the result is transposed": "%t = allocate {t}[N, M]\n%u = permute %t by [1, 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %b -> %u",
+    "the bias is not contiguous": "%c = select %w[1: 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %c -> %y",
+    "the result overwrites an operand of the matmul": f"copy %x -> %y\nmatmul %y, %w -> %h\n{LAUNCH}",
 }
 
 
@@ -212,7 +212,7 @@ def test_a_broadcast_row_is_not_folded() -> None:
     assert folded(before) == str(before)
 
 
-def test_batches_keep_kernels_but_add_and_scale() -> None:
+def test_batched_matmuls_fold_only_sums_and_factors() -> None:
     head = "(%x: {t}[B, M, K], %w: {t}[B, K, N], %b: {t}[N], %r: {t}[B, M, N]) -> (%y: {t}[B, M, N]) mesh()"
     body = "%h = allocate {t}[B, M, N]\nmatmul %x, %w -> %h\n"
     type = "{t}[B, M, N]"
@@ -229,7 +229,7 @@ def test_batches_keep_kernels_but_add_and_scale() -> None:
     assert "  matmul %x, %w bias %b -> %y\n" in folded(tall)
 
 
-def test_f64_keeps_its_kernels_but_adds() -> None:
+def test_f64_matmuls_fold_only_sums() -> None:
     body = "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h\n"
     bias = host(ADD, body + "launch @add_y %h, %b -> %y", dtype="f64")
     assert folded(bias) == str(bias)
@@ -237,7 +237,7 @@ def test_f64_keeps_its_kernels_but_adds() -> None:
     assert "  matmul %x, %w accumulate %r -> %y\n" in folded(added)
 
 
-def test_of_a_sum_of_matmuls_each_adds_to_the_one_before() -> None:
+def test_each_matmul_of_a_sum_adds_to_the_previous_result() -> None:
     head = "(%x: {t}[M, K], %w: {t}[K, N], %u: {t}[K, N], %v: {t}[K, N]) -> (%y: {t}[M, N]) mesh()"
     type = "{t}[M, N]"
     ops = f"%s: {type} = add(%a, %b)\n  %y: {type} = add(%s, %c)"

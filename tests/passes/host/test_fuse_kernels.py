@@ -440,7 +440,7 @@ def test_an_update_is_named_after_the_updated_tensor() -> None:
     assert "launch @dynamic_update_slice_x " in hw.compile(step).host_ir
 
 
-def test_numbers_of_rows_are_not_those_of_columns() -> None:
+def test_indices_of_rows_and_of_columns_are_computed_separately() -> None:
     def lower_triangle(x: hw.Tensor) -> hw.Tensor:
         rows, columns = hw.iota(x, 0), hw.iota(x, 1)
         return hw.where(rows[:, None] >= columns[None, :], x, 0.0)

@@ -46,7 +46,7 @@ SQUARE = "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M]) mesh(x=2)"
 ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
 CASES = {
     # --- live ranges
-    "what is of no use lends its bytes": (
+    "a buffer is freed after its last use": (
         SQUARE,
         """
 %a = allocate f32[M, M]
@@ -88,7 +88,7 @@ matmul %w, %x accumulate %r -> %a
 matmul %a, %x accumulate %a -> %b
 """,
     ),
-    "views stand where they are used, after their memory": (
+    "views and allocations move to their first use": (
         SQUARE,
         """
 %a = allocate f32[M, M]
@@ -114,7 +114,7 @@ matmul %b, %w -> %c
 matmul %c, %w -> %y
 """,
     ),
-    "each side of a branch has its own": (
+    "buffers of one branch are allocated in this branch": (
         SQUARE,
         """
 %a = allocate f32[M, M]
@@ -148,7 +148,7 @@ if M % 2 == 0 {
 }
 """,
     ),
-    "streams give back what they use when they are joined": (
+    "buffers of a stream are freed after the join": (
         ONE,
         """
 %a = allocate f32[M, N]
@@ -184,7 +184,7 @@ stream ring[1] {
 join ring
 """,
     ),
-    "an event tells the caller's stream what another is done with": (
+    "a buffer is freed after an event of another stream": (
         "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M], %z: f32[M, M]) mesh(x=2) streams(comm[1]) events(done[4], sent[4])",
         """
 fork comm
@@ -230,7 +230,7 @@ matmul %c, %w -> %z
 join comm
 """,
     ),
-    "without an event only the join tells it": (
+    "without an event a buffer is freed only after the join": (
         "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M], %z: f32[M, M]) mesh(x=2) streams(comm[1])",
         """
 %a = allocate f32[M, M]
@@ -258,7 +258,7 @@ join comm
 """,
     ),
     # --- one buffer per stream
-    "a chunk a step": (
+    "each iteration uses one chunk of a buffer": (
         ONE,
         """
 %a = allocate f32[M, N]
@@ -292,7 +292,7 @@ for %i in 0..4 {
 join ring
 """,
     ),
-    "and in turn": (
+    "each iteration frees a chunk after its last use": (
         SQUARE.replace("mesh(x=2)", "mesh(x=2) streams(ring[2])"),
         """
 %a = allocate f32[M, M]
@@ -351,7 +351,7 @@ launch @softmax %a -> %b
 matmul %b, %w -> %y
 """,
     ),
-    "an operand where its result will be": (
+    "an operand in the memory of its result": (
         SQUARE,
         """
 %a = allocate f32[M, M]
@@ -364,7 +364,7 @@ matmul %x, %w -> %a
 all_reduce sum %a -> %y on x
 """,
     ),
-    "no copy of what is there": (
+    "a copy becomes unnecessary": (
         SQUARE,
         """
 %a = allocate f32[M, M]
@@ -380,7 +380,7 @@ matmul %x, %w -> %a
 }
 # In each case, a result cannot use the memory of its operand for one reason. The pass does not change the body.
 APART = {
-    "as many streams as steps": (
+    "as many streams as iterations": (
         ONE.replace("ring[2]", "ring[4]"),
         """
 %a = allocate f32[M, N]
@@ -405,7 +405,7 @@ for %j in 0..5 {
 join ring
 """,
     ),
-    "a chunk that another step has": (
+    "a chunk of another iteration": (
         ONE,
         """
 %a = allocate f32[M, N]
@@ -430,25 +430,25 @@ for %j in 0..5 {
 join ring
 """,
     ),
-    "another element is read": (SQUARE, "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nlaunch @turn %a -> %y"),
-    "it is read again": (
+    "the kernel reads other elements": (SQUARE, "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nlaunch @turn %a -> %y"),
+    "the operand is read again": (
         SQUARE.replace("-> (%y: f32[M, M])", "-> (%y: f32[M, M], %z: f32[M, M])"),
         "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nall_reduce sum %a -> %y on x\nmatmul %a, %w -> %z",
     ),
-    "the result is of another dtype": (
+    "the result has another dtype": (
         "(%x: f32[M, N], %w: f32[N, N]) -> (%y: i32[M, N]) mesh()",
         "%a = allocate f32[M, N]\nmatmul %x, %w -> %a\nlaunch @count %a -> %y",
     ),
-    "a loop reads it again": (
+    "a loop reads the operand again": (
         SQUARE.replace("mesh(x=2)", "mesh(x=1)"),
         "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nfor %i in 0..2 {\n  all_reduce sum %a -> %y on x\n}",
     ),
-    "it is an input": (SQUARE, "all_reduce sum %x -> %y on x"),
-    "the output holds something": (
+    "the operand is an input": (SQUARE, "all_reduce sum %x -> %y on x"),
+    "the output already contains a value": (
         SQUARE,
         "matmul %x, %w -> %y\n%a = allocate f32[M, M]\nmatmul %y, %w -> %a\nall_reduce sum %a -> %y on x",
     ),
-    "a chunk that the step after next reads": (
+    "a chunk that two iterations use": (
         "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(ring[2])",
         """
 %a = allocate f32[M, N]

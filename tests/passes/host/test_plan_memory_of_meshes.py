@@ -9,7 +9,7 @@ A, B = "on mesh(x=2 of ranks 0, 1)", "on mesh(x=2 of ranks 2, 3)"
 SQUARE_STAGES = f"(%x: f32[M, M] {A}) -> (%y: f32[M, M] {B}) mesh(x=4)"
 STAGES = f"(%x: f32[M, N] {A}) -> (%y: f32[M, N] {B}) mesh(x=4) streams(ring[2])"
 CASES = {
-    "each mesh plans for its ranks": (
+    "memory of each mesh is planned separately": (
         SQUARE_STAGES,
         f"""
 {A} {{
@@ -57,7 +57,7 @@ CASES = {
 }}
 """,
     ),
-    "what a body leaves to another one keeps its memory": (
+    "a buffer that a later body reads is not freed": (
         STAGES,
         f"""
 {A} {{
@@ -95,7 +95,7 @@ group {{
 }}
 """,
     ),
-    "a stage's chunks become one a stream": (
+    "chunks of a stage become one buffer per stream": (
         STAGES,
         f"""
 {A} {{
@@ -143,7 +143,7 @@ for %i in 0..4 {{
 join ring
 """,
     ),
-    "what one mesh waits for, another one does not know": (
+    "a join on one mesh does not apply to another mesh": (
         STAGES,
         f"""
 {A} {{
@@ -204,7 +204,7 @@ join ring
 }}
 """,
     ),
-    "what a step has from one block to another has a slot of its stream": (
+    "a chunk that two stream blocks of an iteration use gets a slot per stream": (
         ONE,
         """
 %a = allocate f32[M, N]

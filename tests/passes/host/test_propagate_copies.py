@@ -21,42 +21,42 @@ LANDS = "%l_i = select %l[0: %p]\n"
 
 # An iteration before and after the pass.
 CASES = {
-    "what reads the copy, and views of it": (
+    "reads of the copy and of views of it": (
         f"{G}{OWN.format('%g', '%x')}%t = permute %g by [1, 0]\n%a = allocate f32[4, 4]\nmatmul %t, %g -> %a\nmatmul %a, %g -> %y_i\n",
         f"{G}{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n%t = permute %x_chunk by [1, 0]\n"
         "%a = allocate f32[4, 4]\nmatmul %t, %x_chunk -> %a\nmatmul %a, %x_chunk -> %y_i\n",
     ),
-    "what reads the copy before a result lies over it": (
+    "a read of the copy before a result overwrites it": (
         f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\nlaunch @negative_b %g -> %r\n%s = reshape %r to [4, 4]\n"
         "launch @negative_b %r -> %s\nmatmul %s, %x -> %y_i\n",
         f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
         "launch @negative_b %x_chunk -> %r\n%s = reshape %r to [4, 4]\nlaunch @negative_b %r -> %s\nmatmul %s, %x -> %y_i\n",
     ),
-    "what reads the copy before a matmul adds to it in place": (
+    "a read of the copy by a matmul that accumulates in place": (
         f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\nmatmul %x, %x accumulate %g -> %r\nmatmul %r, %x -> %y_i\n",
         f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
         "matmul %x, %x accumulate %x_chunk -> %r\nmatmul %r, %x -> %y_i\n",
     ),
-    "what reads the copy in the branch of another one": (
+    "a read of the copy in the branch of another copy": (
         f"{G}%k = allocate f32[4, 4]\n{OWN.format('%g', '%x')}"
         f"{OWN.format('%k', '%x').replace('send %x', 'send %g')}matmul %g, %k -> %y_i\n",
         f"{G}%k = allocate f32[4, 4]\n{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n"
         f"{OTHERS.format('%k', '%x').replace('send %x', 'send %x_chunk')}%x_chunk_2 = choose %x if %p == rank.x else %k\n"
         "matmul %x_chunk, %x_chunk_2 -> %y_i\n",
     ),
-    "what reads several copies of one branch": (
+    "reads of several copies of one branch": (
         f"{G}%k = allocate f32[4, 4]\nif %p == rank.x {{\ncopy %x -> %k\ncopy %x -> %g\n}} else {{\n{SWAP.format('%g', '%x')}"
         f"{SWAP.format('%k', '%x')}}}\nmatmul %g, %k -> %y_i\n",
         f"{G}%k = allocate f32[4, 4]\nif %p != rank.x {{\n{SWAP.format('%g', '%x')}{SWAP.format('%k', '%x')}}}\n"
         "%x_chunk = choose %x if %p == rank.x else %g\n%x_chunk_2 = choose %x if %p == rank.x else %k\n"
         "matmul %x_chunk, %x_chunk_2 -> %y_i\n",
     ),
-    "what reads the copy in the loop, where all that is gathered is read later": (
+    "a read of the copy in the loop, if all gathered data is read later": (
         f"{LANDS}{OWN.format('%l_i', '%x')}matmul %l_i, %x -> %y_i\n",
         f"{LANDS}{OTHERS.format('%l_i', '%x')}%x_chunk = choose %x if %p == rank.x else %l_i\nmatmul %x_chunk, %x -> %y_i\n"
         "if %p == rank.x {\ncopy %x -> %l_i\n}\n",
     ),
-    "what computes the source, in several kernels": (
+    "kernels that compute the source": (
         f"{H}launch @negative_b %h -> %h\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n{OWN.format('%l_i', '%h')}",
         "%h = allocate f32[4, 4]\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n"
         "%h_chunk = choose %l_i if %p == rank.x else %h\nmatmul %x, %x -> %h_chunk\nlaunch @negative_b %h_chunk -> %h_chunk\n"
@@ -67,9 +67,9 @@ CASES = {
 STAYS = {
     "the copy is overwritten": f"{G}{OWN.format('%g', '%x')}launch @negative_b %g -> %g\nmatmul %g, %x -> %y_i\n",
     "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",
-    "the copy is read after a result lies over it": f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\n"
+    "the copy is read after a result overwrites it": f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\n"
     "launch @negative_b %g -> %r\nmatmul %r, %g -> %y_i\n",
-    "a result that is read later lies over the copy": f"{LANDS}{OWN.format('%l_i', '%x')}%r = reshape %l_i to [4, 4]\n"
+    "a result that is read later overwrites the copy": f"{LANDS}{OWN.format('%l_i', '%x')}%r = reshape %l_i to [4, 4]\n"
     "launch @negative_b %l_i -> %r\nmatmul %r, %x -> %y_i\n",
     "the copy is an output": OWN.format("%y_i", "%x"),
     "the copy has another layout": f"{G}%g_t = permute %g by [1, 0]\n%b = allocate f32[4, 4]\n"
@@ -77,8 +77,8 @@ STAYS = {
     "the source is overwritten": f"%s = allocate f32[4, 4]\ncopy %x -> %s\n{G}{OWN.format('%g', '%s')}fill %s with 1.0\n"
     "matmul %g, %s -> %y_i\n",
     "the source is read afterwards, too": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %h -> %y_i\n",
-    "other steps read where the source belongs": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %l_i -> %y_i\n",
-    "it may be needed until then": f"{H}wait done[0]\n{LANDS}{OWN.format('%l_i', '%h')}",
+    "other iterations read the destination of the copy": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %l_i -> %y_i\n",
+    "another stream may read the destination before": f"{H}wait done[0]\n{LANDS}{OWN.format('%l_i', '%h')}",
 }
 
 
@@ -128,7 +128,7 @@ def test_local_chunks_are_used_in_place(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_a_copy_stays_where(case: str) -> None:
+def test_a_copy_that_is_needed_stays(case: str) -> None:
     given = program(STAYS[case])
     check(given)
     assert any(isinstance(i, ir.Copy) for i in tree.walk(given.body))

@@ -74,7 +74,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
     np.testing.assert_allclose(found[program.outputs[0].name], expected(x), rtol=1e-5)
 
 
-def test_of_three_reductions_in_a_row_two_are_one() -> None:
+def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
     """Two of three consecutive sums become one kernel. A former defect fused the middle sum with both others, and lost the middle sum."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)

@@ -223,7 +223,7 @@ def test_a_communication_of_uneven_sizes_alone() -> None:
     )
 
 
-def test_no_turn_before_the_first_and_after_the_last() -> None:
+def test_no_wait_before_the_first_and_no_record_after_the_last_communication() -> None:
     """In bodies that run once, there is no wait before the first communication, and no record after the last."""
     body = """\
   fork ring
@@ -326,7 +326,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """For all iterations but the first: is `last` of the previous iteration ordered before `first`, and is the previous launch?"""
+    """Two sets of bools, each with one bool per iteration except the first. The first set has True if `last` of the previous iteration is
+    ordered before `first`, and the second set if the previous launch is."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -354,7 +355,7 @@ def test_the_first_communication_does_not_wait_for_computation() -> None:
         (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
     ],
 )
-def test_other_steps_stay_as_they_are(body: str, header: str) -> None:
+def test_loops_that_the_pass_does_not_change(body: str, header: str) -> None:
     text = str(in_turn(steps(body, header)))
     assert "for %i in" in text
     assert text.count("wait turn[0]") == 1

@@ -9,7 +9,7 @@ from hostweave.options import Options
 from hostweave.passes.host.sink_views import sink_views
 
 CASES = {
-    "to what uses it first, in the order that they had": (
+    "to the first use, in the same order": (
         """\
   %a = slice %x[1: 2 from 0]
   %b = slice %a[1: 1 from 1]
@@ -27,7 +27,7 @@ CASES = {
   copy %a -> %h
 """,
     ),
-    "into a stream block or branch that alone uses it, not into one of two": (
+    "into the only stream block or branch that uses the view": (
         """\
   %a = slice %x[1: 1 from 0]
   %b = slice %z[1: 1 from 0]
@@ -83,7 +83,7 @@ CASES = {
   }
 """,
     ),
-    "one of equal views of two stream blocks, and what is the same in every step": (
+    "equal views of two stream blocks become one, and a view that is the same in all iterations leaves the loop": (
         """\
   fork ring
   for %i in 0..2 {
@@ -121,7 +121,7 @@ CASES = {
   }
 """,
     ),
-    "not of two that are made where a condition keeps their index in range": (
+    "equal views are not moved out of conditions that keep their index in range": (
         """\
   for %i in 0..2 {
     if %i == 1 {
@@ -147,7 +147,7 @@ CASES = {
   }
 """,
     ),
-    "not to ranks of another mesh, if it asks for a rank of this one": (
+    "not into a body on another mesh, if the index uses a coordinate of this mesh": (
         """\
   %a = slice %x[1: 1 from rank.r]
   %b = slice %y[1: 1 from 0]

@@ -42,7 +42,7 @@ def test_independent_instructions_move_before_the_join() -> None:
     )
 
 
-def test_at_the_first_use() -> None:
+def test_the_join_moves_to_the_first_use() -> None:
     assert sunk(LOOP + "join ring\n%t = allocate f32[8]\ncopy %v -> %t\n%u = reshape %y to [8]\ncopy %u -> %z") == (
         "  %t = allocate f32[8]\n  copy %v -> %t\n  join ring\n  %u = reshape %y to [8]\n  copy %u -> %z\n"
     )

@@ -35,25 +35,25 @@ def test_rows_are_reduced_before_their_sums(spec: Any, launched: list[str]) -> N
     assert kernels(lambda x: hw.sum(x), x=spec) == launched
 
 
-def test_a_row_is_long_enough_for_a_block() -> None:
+def test_short_inner_dims_are_reduced_together() -> None:
     text = hw.compile(hw.fusion(x=hw.f32["M", 64, 16])(lambda x: hw.max(x))).host_ir
     assert "%y_rows: f32[M] = max(%x, axis=(1, 2))" in text
     assert "%y: f32[] = max(%y_rows, axis=(0,))" in text
 
 
-def test_many_numbers_have_threads_enough() -> None:
+def test_a_reduction_to_many_elements_is_not_split() -> None:
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 64]) == ["@sum_y"]
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 32]) == ["@sum_y_rows", "@sum_y"]
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", "K"]) == ["@sum_y"]
 
 
-def test_neighbours_join_either_half() -> None:
+def test_adjacent_ops_are_fused_with_either_kernel() -> None:
     """In the norm of a gradient, ops before the sum are in the first kernel, and ops after it in the second."""
     norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
     assert norm == ["@astype_multiply_sum_x_rows", "@sum_sqrt_y"]
 
 
-def test_inside_of_loops_nothing_is_split() -> None:
+def test_reductions_in_loops_are_not_split() -> None:
     def sums(x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, (1, 2)).stream(0, chunks=4)
 

@@ -29,11 +29,11 @@ host @p(%x: bf16[64, 128], %w: f8e4m3[128, 128]) -> (%y: f8e4m3[64, 128], %z: f8
 }}
 """
 STAYS = {
-    "a kernel that reduces has no tiles": "launch @norm %x -> %q %t = permute %q by [1, 0] copy %t -> %z copy %q -> %y",
+    "the kernel reduces, so it has no tiles": "launch @norm %x -> %q %t = permute %q by [1, 0] copy %t -> %z copy %q -> %y",
     "the operand changes": "launch @halve %x -> %q launch @norm %x -> %q %t = permute %q by [1, 0] copy %t -> %z copy %q -> %y",
     "the copy is a part of a buffer": "launch @halve %x -> %q %t = permute %q by [1, 0] %part = slice %z[0: 128 from 0] copy %t -> %part "
     "copy %q -> %y",
-    "the result is read before": "copy %z -> %z launch @halve %x -> %q %t = permute %q by [1, 0] copy %t -> %z copy %q -> %y",
+    "the buffer of the copy is read before": "copy %z -> %z launch @halve %x -> %q %t = permute %q by [1, 0] copy %t -> %z copy %q -> %y",
 }
 
 

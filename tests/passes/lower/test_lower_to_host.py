@@ -11,7 +11,7 @@ from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES, lower
 
 CASES = {
-    "a slice is a view, and a concat where its operands are made": (
+    "a slice is a view, and operands of a concat are computed in its result": (
         """\
 fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
   %part: f32[M, 2] = slice(%x, axis=1, start=4, step=1)
@@ -32,7 +32,7 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
   copy %row -> %y_1
 """,
     ),
-    "a pad fills what it adds": (
+    "a pad fills the added elements": (
         """\
 fusion @f(%x: f32[M, 8]) {
   %h: f32[M, 8] = cumsum(%x, axis=1)
@@ -52,7 +52,7 @@ fusion @f(%x: f32[M, 8]) {
   fill %y_after_2 with 1.0
 """,
     ),
-    "a kernel joins what kernels compute": (
+    "a concat and a pad of kernel results are kernels": (
         """\
 fusion @f(%x: f32[M, 8]) {
   %h: f32[M, 8] = negative(%x)
@@ -69,11 +69,11 @@ fusion @f(%x: f32[M, 8]) {
   launch @pad_y %j -> %y
 """,
     ),
-    "a step takes what lies apart": (
+    "a slice with a step is a strided view": (
         "fusion @f(%x: f32[M, 8]) {\n  %y: f32[M, 3] = slice(%x, axis=1, start=1, step=3)\n  return %y\n}\n",
         "  %y_2 = strided %x[1: 3 from 1 by 3]\n  copy %y_2 -> %y\n",
     ),
-    "what is merged lies as the merge needs it": (
+    "dims that are merged later are computed in a contiguous order": (
         """\
 fusion @f(%x: f32[4, M, 8]) {
   %h: f32[4, M, 8] = negative(%x)
@@ -91,7 +91,7 @@ fusion @f(%x: f32[4, M, 8]) {
   launch @exp_y %r -> %y
 """,
     ),
-    "what is communicated beside the rest is waited for where it is read": (
+    "an asynchronous communication is awaited before its result is read": (
         """\
 fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %v: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   %g: f32[K, N] async = matmul(%x, %w)
@@ -127,7 +127,7 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %v: f32[4@x, N], %z: f32[K, N]) mesh
   join comm
 """,
     ),
-    "a loop that reads what another one gathered takes its steps in order": (
+    "a second loop over gathered chunks has no rotation": (
         """\
 fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   %h: f32[M, 8] stream(M, 2) = negative(%x)
@@ -170,7 +170,7 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   copy %v_2 -> %v
 """,
     ),
-    "where nothing communicates nothing stands beside the rest": (
+    "an asynchronous value without communication needs no stream": (
         "fusion @f(%x: f32[M]) {\n  %y: f32[M] async = negative(%x)\n  return %y\n}\n",
         "  launch @negative_y %x -> %y\n",
     ),
@@ -190,7 +190,7 @@ def test_lower_to_host(case: str) -> None:
 
 
 @pytest.mark.parametrize(("chunks", "streams"), [((2, 3), 3), ((3, 2), 3), ((2, 8), 4), ((1, 1), 1)])
-def test_no_more_streams_than_the_steps_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
+def test_no_more_streams_than_iterations_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
     """The number of streams is at most the number of iterations of the longest loop, in functions and in their callers."""
     inner, outer = (f"stream(M, {count})" for count in chunks)
     stage = Fusion.parse(f"""\

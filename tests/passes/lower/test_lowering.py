@@ -32,24 +32,24 @@ def flow(inputs: str, ops: str) -> Dataflow:
 
 
 LOOPS = {
-    "neighbours that take the same steps share a loop": (
+    "adjacent ops with equal chunks share a loop": (
         "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)",
         [["h", "y"]],
     ),
-    "other steps are another loop": (
+    "ops with different numbers of chunks have separate loops": (
         "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 8) = exp(%h)",
         [["h"], ["y"]],
     ),
-    "what reads more than the chunk of its step comes after all steps": (
+    "an op that reads more than its chunk follows the loop": (
         "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[N, M] stream(N, 4) = permute_dims(%h, axes=(1, 0))",
         [["h"], ["y"]],
     ),
-    "a view from before goes before the loop that it would cut": (
+    "a view that would split a loop precedes the loop": (
         "%h: f32[M, N] stream(M, 4) = negative(%x)\n%v: f32[N, M] = permute_dims(%x, axes=(1, 0))\n"
         "%y: f32[M, M] stream(0, 4) = matmul(%h, %v)",
         [["v"], ["h", "y"]],
     ),
-    "a view of what the loop makes comes after it": (
+    "a view of the result of a loop follows the loop": (
         "%h: f32[M, N] stream(M, 4) = negative(%x)\n%v: f32[N, M] = permute_dims(%h, axes=(1, 0))\n%y: f32[N, M] stream(M, 4) = exp(%v)",
         [["h"], ["v"], ["y"]],
     ),

@@ -67,12 +67,12 @@ def test_a_transfer_of_a_slice_reads_the_whole_tensor() -> None:
         (hw.f32["M", "N@x"], ["reduce_scatter", "transfer"]),
     ],
 )
-def test_terms_are_reduced_where_they_are(target: TensorType, kinds: list[str]) -> None:
+def test_partial_sums_are_reduced_on_their_mesh(target: TensorType, kinds: list[str]) -> None:
     source = TensorType(hw.f32, hw.f32["M", "N"].dims, Partial("sum", ("x",)), A)
     assert [change.kind for change in plan(source, target, ALL, {}, None)] == kinds
 
 
-def test_a_reduce_ends_on_a_rank_of_the_target_where_it_can() -> None:
+def test_a_reduce_prefers_a_root_on_the_target_mesh() -> None:
     source = TensorType(hw.f32, hw.f32["M", "N"].dims, Partial("sum", ("x",)))
     (change,) = plan(source, hw.f32["M", "N"].on(ALL.ranks([2])), ALL, {}, None)
     assert (change.kind, change.root) == ("reduce", 2)
