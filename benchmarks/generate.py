@@ -85,7 +85,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
-        "--tokens", type=int, nargs=2, default=[FEW, MANY], help="two numbers of new tokens; the time of a token is that of the difference"
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=[FEW, MANY],
+        help="two numbers of new tokens, from whose times the time per token is computed",
     )
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()

@@ -8,7 +8,8 @@ of the slowest rank: medians of alternating calls. Each row is printed immediate
 number of GPUs and one implementation, in less than a minute each.
 
 `model.py parts` measures a bound for decode on one GPU. It runs the matmuls of a step alone, and the matmuls with attention. Shapes are
-those of the whole model, and of one of two ranks. The share of a copy compares with a copy that reads and writes as many bytes.
+those of one GPU, and of one of two ranks. The printed share is the ratio of a copy's time to the time of the step. The bytes that the copy
+reads and writes are together as many as those of the weights and of the cache.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # in each round the variants of a case run one after another
-WAIT = 2_000_000  # cycles that a kernel spins before each call of torch, to hide host time; it is hidden for Hostweave too
+WAIT = 2_000_000  # cycles that a kernel spins before each call of torch, to hide host time; Hostweave's host time is also hidden
 SMALL = 512  # rows, below which there is no hand-written code
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 NCCL, CUBLASMP = "nccl=", "cublasmp="

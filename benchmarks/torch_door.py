@@ -353,7 +353,7 @@ def _torch_step(
     module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, share: float = 1
 ) -> Any:
     """A training step of torch. A rank's loss is multiplied by `share`, its weight in the mean over all ranks. After `fully_shard` the
-    weight is 1, because that averages gradients."""
+    weight is 1, because `fully_shard` averages gradients."""
     adamw, loss_of = _adamw(module), torch.compile(mean_square, dynamic=False, backend=BACKEND)
 
     def step() -> torch.Tensor:

@@ -240,7 +240,7 @@ def main():
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: that of the checkpoint")
     parser.add_argument("--length", type=int, default=4096, help="length of the cache, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 selects the most probable token")
     parser.add_argument("--top-p", type=float, default=0.9, help="samples from the fewest tokens whose probabilities reach this sum")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
