@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.torch.graph import refused
 from hostweave.torch.nodes import OF_TORCH, location
 from hostweave.torch.ops import ops
-from hostweave.torch.plan import AxesOfDims, text_of
+from hostweave.torch.plan import dtensor_axes, text_of
 
 MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps; the value names the node of Dynamo's graph
 
@@ -38,7 +38,7 @@ class GlobalRun(Interpreter):
             return super().call_method(target, args, kwargs)
         node: Any = self.current
         of = node.args[0] if target == "to_local" else node
-        return ops.reshard(args[0], text_of(axes_of(of.meta["example_value"], args[0].ndim)))
+        return ops.reshard(args[0], text_of(dtensor_axes(of.meta["example_value"], args[0].ndim)))
 
     def run_node(self, n: Node) -> Any:
         self.current = n
@@ -52,7 +52,7 @@ class GlobalRun(Interpreter):
 
 def _as_stated(node: Any, value: Any) -> Any:
     made = node.meta.get("example_value") if isinstance(node, Node) else None
-    return ops.reshard(value, text_of(axes_of(made, value.ndim))) if isinstance(made, DTensor) else value
+    return ops.reshard(value, text_of(dtensor_axes(made, value.ndim))) if isinstance(made, DTensor) else value
 
 
 def expect_global(graph: GraphModule) -> None:
@@ -74,17 +74,6 @@ def expect_global(graph: GraphModule) -> None:
             is_local = local.op == "placeholder" or local.target == "to_local"
             if any(placement.is_shard() for placement in placements) and not (is_local and len(local.users) == 1):
                 raise refused_nodes("from_local of a tensor that is also used as a local tensor; use only the DTensor", [node])
-
-
-def axes_of(tensor: Any, dims: int) -> AxesOfDims:
-    """Mesh axes that shard each dim of a DTensor. A partial sum counts as its reduced value, which is replicated."""
-    names, result = tensor.device_mesh.mesh_dim_names, list[tuple[str, ...]](() for _ in range(dims))
-    for name, placement in zip(names, tensor.placements, strict=True):
-        if isinstance(placement, Shard):
-            result[placement.dim] += (name,)
-        elif not isinstance(placement, Replicate | Partial):
-            raise ProgramError(f"a DTensor is placed as {placement} along {name}; redistribute it to Shard or Replicate")
-    return tuple(result)
 
 
 def value_of(node: Any) -> Any:

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -54,7 +54,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
-            found.parameters[name] = placed_axes(parameter, mesh, name)
+            found.parameters[name] = parameter_axes(parameter, mesh, name)
     names_of: dict[int, list[str]] = {}  # id of a tensor -> its names; a tied tensor has several
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -195,19 +195,25 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
         )
 
 
-def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
+def parameter_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
     """Mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a partial sum."""
     names = parameter.device_mesh.mesh_dim_names
-    known, inner = [axis for axis, _ in mesh.axes], list[tuple[str, int]]()
-    if not names or any(axis not in known for axis in names):
+    if not names or {*names} - {axis for axis, _ in mesh.axes}:
         raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them like the axes of {mesh}")
-    result: list[tuple[str, ...]] = [() for _ in range(parameter.ndim)]
-    for axis, placement in zip(names, parameter.placements, strict=True):
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ProgramError(f"{name} is a partial sum; redistribute it to Shard or Replicate")
+    return dtensor_axes(parameter, parameter.ndim, name)
+
+
+def dtensor_axes(tensor: Any, dims: int, name: str = "a tensor") -> AxesOfDims:
+    """Mesh axes that shard each dim of a DTensor. A partial sum counts as its reduced value, which is replicated."""
+    result, inner = list[tuple[str, ...]](() for _ in range(dims)), list[tuple[str, int]]()
+    for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
         elif isinstance(placement, _StridedShard):  # a later mesh axis is outer, as with `fully_shard` after `parallelize_module`
             inner.append((axis, placement.dim))
-        elif not isinstance(placement, Replicate):
+        elif not isinstance(placement, Replicate | Partial):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")
     for axis, dim in reversed(inner):
         result[dim] += (axis,)

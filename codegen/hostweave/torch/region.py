@@ -24,7 +24,6 @@ from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.dynamo import (
     MARK,
     GlobalRun,
-    axes_of,
     bytes_of,
     expect_global,
     is_mesh,
@@ -32,7 +31,7 @@ from hostweave.torch.dynamo import (
     value_of,
 )
 from hostweave.torch.exported import exported
-from hostweave.torch.plan import Layouts, mesh_of, placed_axes
+from hostweave.torch.plan import Layouts, dtensor_axes, mesh_of, parameter_axes
 from hostweave.torch.programs import compiled
 from hostweave.types.mesh import Mesh
 
@@ -160,11 +159,11 @@ class Region:
         layouts = replace(stated, parameters=parameters, inputs={})
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if isinstance(tensor, DTensor):
-                layouts.parameters[path] = placed_axes(tensor, self._mesh, path)
+                layouts.parameters[path] = parameter_axes(tensor, self._mesh, path)
         for name, node in self._taken.items():
             made, own = value_of(self._of_local.get(node, node)), stated.inputs.get(name)
             if isinstance(made, DTensor):
-                layouts.inputs[name] = axes_of(made, made.ndim)
+                layouts.inputs[name] = dtensor_axes(made, made.ndim)
             elif own is not None and len(own) == made.ndim:
                 layouts.inputs[name] = own
         layouts.data = {axis for axes in layouts.inputs.values() for of in axes[:1] for axis in of if axis != "tp"}
