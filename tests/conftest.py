@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -76,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
         make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
-        pytest.MonkeyPatch().setattr("hostweave.build.make.compiled_together", with_kernels)
         # On one core, the kernel files of the runtime compile faster as a whole than in parts.
         pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
@@ -93,6 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
             building = Thread(target=build_runtime)
             building.start()
             config.add_cleanup(building.join)
+    if not gpus():
+        pytest.MonkeyPatch().setattr("hostweave.targets.cpu.Toolchain", with_kernels)
 
 
 def build_runtime() -> None:
@@ -104,11 +105,10 @@ def build_runtime() -> None:
             library.make()
 
 
-def with_kernels(sources: Sequence[str], toolchain: Toolchain) -> Sequence[str]:
-    """Files that are compiled as one file. With the quick compiler they include kernels, because starting this compiler takes longer than
-    compiling kernels."""
-    is_quick = not toolchain.kernel_compiler and toolchain.compiler == Path(os.environ[OPTIMISING]).with_name("c++")
-    return [name for name in (*ONLY_ENQUEUE, KERNELS) if name in sources] if is_quick else ONLY_ENQUEUE
+def with_kernels(target: str, compiler: Path, *given: tuple[Path, ...]) -> Toolchain:
+    """Toolchain whose quick compiler compiles kernels with the rest of a program, because its start takes longer than they do."""
+    is_quick = compiler == Path(os.environ[OPTIMISING]).with_name("c++")
+    return Toolchain(target, compiler, *given, together=(*ONLY_ENQUEUE, *((KERNELS,) if is_quick else ())))
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from hostweave.build.toolchain import ONLY_ENQUEUE
+from hostweave.build.toolchain import Toolchain
 
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles kernels as a separate file, as for users."""
-    monkeypatch.setattr("hostweave.build.make.compiled_together", lambda *_: ONLY_ENQUEUE)
+    monkeypatch.setattr("hostweave.targets.cpu.Toolchain", Toolchain)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
 from hostweave.build.processes import run, within_limit
-from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Library, Toolchain
+from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, KernelCompiler, Library, Toolchain
 
 CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
@@ -80,7 +80,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
     linker fails.
     """
-    together = compiled_together(sources, toolchain)
+    together = [name for name in toolchain.together if name in sources]
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in together))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in together)]
     entries = {file: _entry(file, folder, (folder / file).read_text(), toolchain) for file in files}
@@ -94,11 +94,6 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     cached = [f"{library.path.relative_to(root())}\n" for library in linked if library.soname]
     (folder / LIBRARIES_FILE).write_text("".join(cached))
     run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, linked)], folder)
-
-
-def compiled_together(_sources: Sequence[str], _toolchain: Toolchain) -> Sequence[str]:
-    """Files of a program that are compiled as one unit. Tests replace this function."""
-    return ONLY_ENQUEUE
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

@@ -47,6 +47,7 @@ class Toolchain:
     include_folders: tuple[Path, ...]
     libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
     kernel_compiler: KernelCompiler | None = None  # without one, `compiler` compiles the kernels as C++
+    together: tuple[str, ...] = ONLY_ENQUEUE  # files of a program that are compiled as one unit
 
     def compile(self, source: str, output: str) -> list[str]:
         """Returns the command that compiles one file in the current folder."""

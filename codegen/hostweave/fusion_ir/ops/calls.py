@@ -136,6 +136,10 @@ def _stated_by_source(types: Types, op: Op) -> tuple[TensorType, Types]:
     return op.user_kernel.outputs[0], op.user_kernel.inputs
 
 
+def _stated_by_result(types: Types, op: Op) -> tuple[TensorType, Types]:
+    return (result_type(op, op[INDEX]) if op.callee else op.result.type), types
+
+
 OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
 OPS["repeat"] = OpDef(
     None,
@@ -146,8 +150,4 @@ OPS["repeat"] = OpDef(
     stated=_stated_by_function,
 )
 OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
-OPS["output"] = OpDef(
-    *(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape"),
-    stated=lambda types, op: (result_type(op, op[INDEX]) if op.callee else op.result.type, types),
-    whole="made",
-)
+OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated_by_result, whole="made")
