@@ -22,12 +22,8 @@ Sizes Program::check(const Inputs& in) const {
 }
 
 OutputShapes Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  const auto [R, N, R_x] = sizes;
-  if (prepared_ != sizes) {
-    prepared_.reset();
-    prepared_ = sizes;
-  }
+  prepared_ = check(in);
+  const auto [R, N, R_x] = *prepared_;
   return {.y = {N}};
 }
 

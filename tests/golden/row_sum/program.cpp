@@ -17,12 +17,8 @@ Sizes Program::check(const Inputs& in) const {
 }
 
 OutputShapes Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  const auto [M, N] = sizes;
-  if (prepared_ != sizes) {
-    prepared_.reset();
-    prepared_ = sizes;
-  }
+  prepared_ = check(in);
+  const auto [M, N] = *prepared_;
   return {.y = {M}};
 }
 

@@ -19,12 +19,8 @@ Sizes Program::check(const Inputs& in) const {
 }
 
 OutputShapes Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  const auto [M, N, M_x] = sizes;
-  if (prepared_ != sizes) {
-    prepared_.reset();
-    prepared_ = sizes;
-  }
+  prepared_ = check(in);
+  const auto [M, N, M_x] = *prepared_;
   return {.y = {M_x, N}, .z = {M_x}};
 }
 
