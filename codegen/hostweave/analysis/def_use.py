@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Expr
 from hostweave.types.size import Size
+
+Kind = TypeVar("Kind", bound=tree.Instruction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +119,10 @@ class DefUse:
                 return False
             name = source
         return self.types[name].strides is None
+
+    def instructions(self, kind: type[Kind]) -> list[tuple[Place, Kind]]:
+        """The instructions of a class, in program order."""
+        return [(place, i) for place in self.places if isinstance(i := place.instruction, kind)]
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
         """If the view shows one of several equal chunks: the dim, the chunk's index and the number of chunks. None otherwise."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hostweave.analysis.def_use import def_use
+from hostweave.analysis.def_use import DefUse, def_use
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.layout import braced
 from hostweave.fusion_ir.ops.scaled import ROW, TENSOR, scaling
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.expr import Const
 from hostweave.types.size import Size
@@ -46,15 +46,21 @@ class Products:
     def __init__(self, program: ir.HostProgram):
         self._results: dict[object, dict[str, str]] = {}  # plan signature -> {right operand: result}
         for uses in map(def_use, bodies(program)):
-            for i in (place.instruction for place in uses.places):
-                if isinstance(i, ir.Matmul):
-                    results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
-                    results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # the last root, if a condition selects the buffer
+            for _, i in uses.instructions(ir.Matmul):
+                results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
+                results.setdefault(uses.root(i.b), _result(i.dst, uses))
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
         """Name of a plan, composed of the results that it computes: `g_and_u`, or `q_and_2_others`."""
         first, *others = self._results[_alike(i, types)].values()
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
+
+
+def _result(name: str, uses: DefUse) -> str:
+    """The alias root of a result, or its view with a constant index. If a condition selects the buffer, the second one counts."""
+    while (place := uses.views.get(name)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
+        *_, name = tree.names(place.instruction, "alias")
+    return uses.root(name) if name not in uses.views else name
 
 
 def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:

@@ -38,7 +38,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Folds launches into matmuls until no further fold saves a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
-        launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]
+        launches = matmuls.uses.instructions(ir.Launch)
         folded = {place.number: found for place, launch in launches if (found := matmuls.folded(place, launch))}
         if not folded:
             return program

@@ -71,8 +71,7 @@ class Links:
         self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}
-        instructions = ((place, place.instruction) for place in self.uses.places)
-        self.launches = {place: i for place, i in instructions if isinstance(i, ir.Launch) and i.kernel in self.kernels}
+        self.launches = {place: launch for place, launch in self.uses.instructions(ir.Launch) if launch.kernel in self.kernels}
         self._touches = dict(self.uses.touches)
         self._signals = [place.number for place in self.uses.places if tree.names(place.instruction, "record", "fork")]
         self._waits = [place.number for place in self.uses.places if _waits(place.instruction)]

@@ -20,7 +20,6 @@ kernel move after the kernel.
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TypeGuard
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
@@ -37,6 +36,8 @@ from hostweave.types.tensor import strides_of
 
 BESIDE = "beside"  # pool of streams for concurrent matmuls
 
+PlacedMatmul = tuple[Place, ir.Matmul]
+
 DTYPES = ("f16", "bf16", "f32")
 MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
 LEAST_BYTES = 2 << 20  # least weights of a concurrent matmul; reading fewer takes less time than a fork
@@ -48,9 +49,8 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
     edits: dict[int, tree.Body] = {}
     names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
     streams = 0
-    for place in uses.places:
-        i = place.instruction
-        if not isinstance(i, ir.Launch) or i.kernel not in kernels or not (products := _products(uses, place, kernels[i.kernel])):
+    for place, i in uses.instructions(ir.Launch):
+        if i.kernel not in kernels or not (products := _products(uses, place, i, kernels[i.kernel])):
             continue
         matmuls = [matmul for _, matmul in products]
         kernel, srcs = _of_few_rows(i, kernels[i.kernel], matmuls, uses)
@@ -64,10 +64,10 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
         chosen = few if rows.is_int else ir.If(is_few, (few,), (*_at_once(matmuls), i), location=i.location)
         edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
         edits[place.number] = (chosen, *(p.instruction for p in freed))
-    for places in _concurrent(uses, edits):
-        streams = max(streams, len(places) - 1)
-        edits |= {p.number: () for p in places}
-        edits[places[-1].number] = tuple(_at_once([p.instruction for p in places]))  # type: ignore[misc]
+    for group in _concurrent(uses, edits):
+        streams = max(streams, len(group) - 1)
+        edits |= {p.number: () for p, _ in group}
+        edits[group[-1][0].number] = tuple(_at_once([matmul for _, matmul in group]))
     if not edits:
         return program
     body = tree.edited(program.body, edits)
@@ -85,29 +85,24 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
     yield ir.Join(BESIDE, len(others), location=first.location)
 
 
-def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[Place]]:
+def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
     """Groups of matmuls of one operand that can move down to the last of them and run concurrently."""
-    found: list[list[Place]] = []
-    last: dict[str, list[Place]] = {}  # first operand -> its last group
-    for place in uses.places:
-        i = place.instruction
-        if _is_matmul(i) and not place.around and place.number not in edits and _reads_many_weights(uses, i):
-            if len(group := last.get(i.a, [])) not in (0, ir.PRODUCTS) and _may_wait(uses, group, place):
-                group.append(place)
+    found: list[list[PlacedMatmul]] = []
+    last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
+    for place, matmul in uses.instructions(ir.Matmul):
+        if not place.around and place.number not in edits and _reads_many_weights(uses, matmul):
+            if len(group := last.get(matmul.a, [])) not in (0, ir.PRODUCTS) and _may_wait(uses, group, place):
+                group.append((place, matmul))
             else:
-                found.append([place])
-                last[i.a] = found[-1]
+                found.append([(place, matmul)])
+                last[matmul.a] = found[-1]
     return [group for group in found if len(group) > 1]
 
 
-def _is_matmul(i: tree.Instruction) -> TypeGuard[ir.Matmul]:
-    return isinstance(i, ir.Matmul)
-
-
-def _may_wait(uses: DefUse, group: list[Place], place: Place) -> bool:
+def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
     """True if the matmuls of a group can move down to `place`."""
-    matmuls = [p.instruction for p in group]
-    passed = [p for p in uses.places[group[0].number : place.number] if p not in group]
+    places, matmuls = zip(*group, strict=True)
+    passed = [p for p in uses.places[places[0].number : place.number] if p not in places]
     later = tuple(p.instruction for p in (*passed, place))
     return not (_freed(passed) or any(p.around or p.instruction.orders for p in passed) or uses.conflict(matmuls, later))
 
@@ -120,13 +115,8 @@ def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
     return is_known and ir.FEW_ROWS < int(rows) <= MOST_ROWS and int(size) * weights.dtype.itemsize >= LEAST_BYTES
 
 
-FewRowsProduct = tuple[Place, ir.Matmul]
-
-
-def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[FewRowsProduct]:
+def _products(uses: DefUse, place: Place, launch: ir.Launch, kernel: ir.Kernel) -> list[PlacedMatmul]:
     """The matmuls whose results a kernel reads. Empty if the kernel cannot be fused with all of them."""
-    launch = place.instruction
-    assert isinstance(launch, ir.Launch)
     found = list(_read_products(uses, place))
     if not 2 <= len(found) <= ir.PRODUCTS or place.around:
         return []
@@ -145,7 +135,7 @@ def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[FewRowsProd
     return [] if any(i.orders for i in tree.walk(passed)) or uses.conflict(matmuls, passed) else found
 
 
-def _read_products(uses: DefUse, place: Place) -> Iterator[FewRowsProduct]:
+def _read_products(uses: DefUse, place: Place) -> Iterator[PlacedMatmul]:
     """Matmuls that compute operands of a launch and have no other consumer."""
     launch = place.instruction
     written = {uses.root(name) for name in tree.names(launch, "write")}
@@ -155,14 +145,14 @@ def _read_products(uses: DefUse, place: Place) -> Iterator[FewRowsProduct]:
         at = uses.touches[root].index(place)
         maker = uses.touches[root][at - 1] if at else place
         matmul = maker.instruction
-        if not _is_matmul(matmul) or matmul.dst != src or maker.body is not place.body or reads.count(src) > 1:
+        if not isinstance(matmul, ir.Matmul) or matmul.dst != src or maker.body is not place.body or reads.count(src) > 1:
             continue
         is_last = root in uses.allocates and len(uses.touches[root]) == at + 1
         if (root in written or is_last) and replace(matmul, a="", b="", dst="", location=None) == ir.Matmul("", "", ""):
             yield maker, matmul
 
 
-def _between(uses: DefUse, place: Place, products: list[FewRowsProduct]) -> list[Place]:
+def _between(uses: DefUse, place: Place, products: list[PlacedMatmul]) -> list[Place]:
     """Instructions between the first matmul and the kernel."""
     makers = [maker for maker, _ in products]
     numbers = range(min(maker.number for maker in makers), place.number)

@@ -1,9 +1,9 @@
 """Splits a matmul whose sizes are not multiples of 16 bytes into an aligned matmul and a matmul of the remaining rows, columns or terms.
 
-                                      %y_main = slice %y[1: 50256 from 0]
+                                      %y_aligned = slice %y[1: 50256 from 0]
                                       %y_rest = slice %y[1: 1 from 50256]
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
-                                      matmul %x, %w_main -> %y_main
+                                      matmul %x, %w_aligned -> %y_aligned
 
 with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul accumulates
 onto its result. `widen_rows` has already aligned the starts of rows, so no matrix is copied.
@@ -40,7 +40,7 @@ def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> I
     for dim in found.dims:
         end = found.sizes[dim] - found.sizes[dim] % found.step
         rest = replace(matmul, bias=(), activation="") if dim == "k" else matmul
-        for word, start, size in (("rest", end, found.sizes[dim] - end), ("main", 0, end)):
+        for word, start, size in (("rest", end, found.sizes[dim] - end), ("aligned", 0, end)):
             one = rest if word == "rest" else matmul
             views: dict[str, str] = {}
             for name, axis in _along(one, dim, types):

@@ -1,7 +1,7 @@
 """Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if the padding makes the matmul much faster.
 
-    %y = allocate bf16[M, 50257]              %y_wide = allocate bf16[M, 50264]
-    matmul %x, %w -> %y                       %y = slice %y_wide[1: 50257 from 0]
+    %y = allocate bf16[M, 50257]              %y_padded = allocate bf16[M, 50264]
+    matmul %x, %w -> %y                       %y = slice %y_padded[1: 50257 from 0]
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
@@ -88,7 +88,7 @@ class _Rows:
 
     def wide(self, name: str, type: BufferType, at: tree.Instruction) -> Iterator[tree.Instruction]:
         """Allocates memory with aligned rows, and defines `name` as its view."""
-        memory, last = claim_unique(f"{name}_wide", self.taken), len(type.shape) - 1
+        memory, last = claim_unique(f"{name}_padded", self.taken), len(type.shape) - 1
         shape = (*type.shape[:-1], _aligned(type))
         yield ir.Allocate(memory, BufferType(type.dtype, shape), location=at.location)
         yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
