@@ -236,3 +236,11 @@ def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, a
     assert check(host, fusion=steps) == ()
     wrong = changed(host, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.Matmul) else None)
     assert "is not what the fusion computes" in fault(steps, wrong)
+
+
+def test_a_kernel_gathers_one_element_per_rank() -> None:
+    bits = hw.fusion(mesh=hw.Mesh(x=2), x=hw.i16["N@x"])(lambda x: hw.reduce_and(x))
+    host = lower(bits, Options())
+    assert "launch_all_gather" in str(host)
+    assert check(host, fusion=bits) == ()
+    assert "is not what the fusion computes" in fault(bits, HostProgram.parse(str(host).replace("= reduce_and(%x,", "= reduce_or(%x,")))

@@ -173,6 +173,11 @@ ERRORS = {
         {},
         "4: pad: ((0, 1), (2, 3)) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
     ),
+    "reshape to a fraction": (
+        "return hw.reshape(x, 3, -1)",
+        {"x": "hw.f32[5]"},
+        "4: reshape: f32[5] cannot be divided into [3, 5/3]; write sizes whose product is 5",
+    ),
     "pad widths": (
         "return hw.pad(x, (-1, 2))",
         {},

@@ -154,11 +154,12 @@ def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity
 
 
 def test_arguments_of_routing_that_are_wrong() -> None:
-    def fails(message: str, experts: int = 4, axes: str = "ep", ids: Any = hw.i32["T@ep", 2]) -> None:
+    def fails(message: str, experts: int = 4, axes: str = "ep", ids: Any = hw.i32["T@ep", 2], capacity: int | None = None) -> None:
         with pytest.raises(ProgramError, match=message):
-            hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes=axes).ends)
+            hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes, capacity).ends)
 
     fails("2 ranks do not divide 5 experts", experts=5)
     fails("tp is not an axis of", axes="tp")
     fails("not ints", ids=hw.f32["T@ep", 2])
     fails("not ints", ids=hw.i32["T@ep"])
+    fails("2 ranks do not divide 5 tokens, which capacity= requires", ids=hw.i32["5@ep", 2], capacity=2)

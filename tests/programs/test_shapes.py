@@ -53,6 +53,7 @@ def padded(ranks: int, t: DType) -> Fusion:
             hw.pad(x * 3, (0, 2, 1, 1), value=5),
             hw.sum(hw.pad(x, (0, 0, 3, 0)), axis=1),
             hw.pad(x[1:], (0, 0, 1, 0)) - x,
+            hw.pad(x > 0, (1, 0)),
         )
 
     return padded

@@ -533,6 +533,19 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
     np.testing.assert_array_equal(np.concatenate([result for outputs in of_ranks for result in outputs.values()]), want)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_numbers_that_are_computed_with_are_not_the_rows_of_a_lookup(rows: int) -> None:
+    """Both are the same op. A dim of one element has no index that distinguishes them."""
+
+    @hw.fusion(x=hw.f32[rows, "N"])
+    def looked_up(x: hw.Tensor) -> hw.Tensor:
+        return hw.take(x, hw.iota(x, 0, hw.i64), 0)
+
+    x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+    (result,) = interpret(lower(looked_up, Options()), {"x": x})
+    np.testing.assert_array_equal(result["y"], x)
+
+
 def of_rows(first: str, second: str) -> int:
     """Number of kernels for two reductions of the same input."""
 

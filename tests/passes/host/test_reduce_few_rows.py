@@ -45,6 +45,11 @@ def test_a_stated_size_chooses(rows: int, is_chosen: bool) -> None:
     assert ("_of_few_rows" in str(lowered(lambda x: hw.sum(x * x), hw.f32["M", 4096], M=rows))) == is_chosen
 
 
+def test_stated_sizes_that_ranks_do_not_divide() -> None:
+    function = hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["N@x", "M"])(lambda x: (hw.reshape(x, "M*N"), hw.max(x)))
+    assert lower(function, Options(sizes={"M": 3, "N": 3}))
+
+
 @pytest.mark.parametrize(
     ("function", "spec"),
     [

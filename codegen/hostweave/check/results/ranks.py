@@ -215,7 +215,8 @@ class FieldRanks:
         """The elements that a kernel's collective delivers to a rank, in the shape of the kernel's first input."""
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
-        whole = self.functions.concatenate(self.sent(sources)) if kind == "all_gather" else self.reduce_terms("sum", sources)
+        sent = [part.ravel() for part in self.sent(sources)]
+        whole = self.functions.concatenate(sent) if kind == "all_gather" else self.reduce_terms("sum", sources)
         shape = tuple(size.bind(self.instances.sizes[rank]) for size in kernel.inputs[0].type.shape)
         first = operation.process_group.index(rank) * prod(shape) if kind == "reduce_scatter" else 0
         return whole.ravel()[first : first + prod(shape)].reshape(shape)

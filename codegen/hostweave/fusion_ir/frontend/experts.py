@@ -162,7 +162,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     smaller capacity, a rank drops choices of its highest-numbered experts first, and of these the choices of the last tokens. The device
     computes all counts; the host never reads them.
 
-    Raises ProgramError if R does not divide the number of experts, or if the mesh has no such axis.
+    Raises ProgramError if R does not divide the number of experts, or the number of tokens of a routing with a capacity, or if the mesh
+    has no such axis.
 
     Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:
     `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w, routing.ends)`, `y
@@ -184,6 +185,9 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     number = hw.reshard(record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=experts), split)
     ids, rows = hw.astype(experts, i32), total
     if capacity is not None:
+        if total.is_int and int(experts.type.shape[0]) % ranks:
+            why = f"{ranks} ranks do not divide {experts.type.shape[0]} tokens, which capacity= requires"
+            raise ProgramError.here(f"moe_routing: {why}; pad the tokens, or omit capacity=")
         room = _size_of(capacity, "moe_routing")
         ids, rows = _with_room(ids, room, num_experts, split, ranks), room * ranks
     flat = _on_all_ranks(hw.reshape(ids, str(total)))

@@ -383,6 +383,8 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
         raise ProgramError.here(
             f"pad: {tuple(pad)} is not a list of (before, after) for up to {x.ndim} dims of {x.type}, the last dim first"
         )
+    if x.dtype.kind == "bool" and value in (0, 1):
+        value = bool(value)
     if not fits(value, x.dtype):
         raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
     rest = (0,) * (x.ndim - len(pad) // 2)

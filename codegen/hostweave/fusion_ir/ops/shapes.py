@@ -25,6 +25,10 @@ def _expand_dims(types: Types, op: Op) -> TensorType:
 def _reshape(types: Types, op: Op) -> TensorType:
     if product(types[0].shape) != product(op.result.type.shape):
         raise Mismatch(f"{types[0]} differs in its number of elements from {_shape_text(op.result.type.shape)}; make the products equal")
+    if any(not size.factors and size.divisor > 1 for size in op.result.type.shape):
+        raise Mismatch(
+            f"{types[0]} cannot be divided into {_shape_text(op.result.type.shape)}; write sizes whose product is {product(types[0].shape)}"
+        )
     return TensorType(types[0].dtype, tuple(Dim(size) for size in op.result.type.shape))
 
 

@@ -406,15 +406,17 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     """Removes repeated ops, which arise if the same producer is fused into several operands of a kernel."""
-    # A vector that is broadcast along rows differs from the same vector broadcast along columns.
-    indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
+    if len(kernel.ops) < 2:
+        return kernel
+    # A vector that is broadcast along rows differs from the same vector broadcast along columns, and from one that is read at an index.
+    walked = iteration(kernel)
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
     names: dict[str, str] = {}
     ops = []
     for op in kernel.ops:
         renamed = op.renamed(names)
-        what = replace(renamed, result=Value("", op.result.type)), indices.get(op.result.name)
+        what = replace(renamed, result=Value("", op.result.type)), walked.indices[op.result.name], walked.lanes.get(op.result.name)
         same = first.setdefault(what, op.result.name)
         if same != op.result.name and op.result.name not in results:
             names[op.result.name] = same

@@ -39,7 +39,8 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
         if {first.number, last.number} & edits.keys():  # a launch that is already in a pair joins no other pair
             continue
         launch, kernel, elements = found
-        if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
+        typical = elements.at(options.sizes)
+        if not typical.factors and typical.coefficient > AT_ONCE * typical.divisor:
             continue
         name = unique_name(f"{links.launches[first].kernel}_of_few_rows", kernels)
         kernels[name] = replace(kernel, name=name)
