@@ -21,38 +21,6 @@ HEADERS = (
 )
 OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
-# Inline functions of the standard headers use these templates. The constants below instantiate them in the precompiled header. Otherwise
-# g++ would instantiate them in each file.
-INSTANTIATED = """\
-#ifndef INSTANTIATED  // a test that runs pytest includes two such headers
-#define INSTANTIATED
-#include <string>
-#include <string_view>
-#include <vector>
-#if __cpp_lib_constexpr_string >= 201907L && __cpp_lib_constexpr_vector >= 201907L
-template <class C>
-constexpr bool text_is_instantiated() {
-  const C text[21] = {'a', 'a', 'a'};
-  std::basic_string<C> in_place{text, 3}, allocated{text, 20};
-  return in_place.size() + allocated.size() == 23 && std::basic_string_view<C>(text, 3).length() == 3;
-}
-constexpr bool string_is_instantiated() {
-  std::string a(3, 'a'), b = a + "text" + a, c = std::move(a);
-  c.append("text", 2).insert(0, "t");
-  return c.insert(0, b).size() == 16;
-}
-constexpr bool list_is_instantiated() {
-  std::vector<long> a{1, 2}, b = a, c;
-  c = b;
-  b = std::move(c);
-  return b.size() == 2 && b[1] == 2 && !b.empty() && *b.begin() == 1;
-}
-static_assert(text_is_instantiated<char>() && text_is_instantiated<wchar_t>() && text_is_instantiated<char8_t>());
-static_assert(text_is_instantiated<char16_t>() && text_is_instantiated<char32_t>());
-static_assert(string_is_instantiated() && list_is_instantiated());
-#endif
-#endif
-"""
 # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
 STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"
 LIBRARY = "-fvisibility=default"  # option used only for the runtime library
@@ -108,7 +76,7 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        header.write_text(STANDARD + "".join(f'#include "hostweave/{name}.h"\n' for name in headers) + INSTANTIATED)
+        header.write_text(STANDARD + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
         yield _case(toolchain, what, str(header), level)
 
 

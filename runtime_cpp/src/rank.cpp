@@ -78,6 +78,8 @@ const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size, T
   return found->second;
 }
 
+const Channel kNoChannel{ncclComm_t{}, 0, 0};
+
 const char* name_of(Transport transport) {
   constexpr const char* names[] = {"two_sided", "one_sided", "peer"};
   return names[static_cast<int>(transport)];

@@ -104,6 +104,6 @@ inline ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int pe
   return ::ncclRecv(to, count, type, peer, static_cast<ncclComm_t>(comm), stream);
 }
 
-inline const Channel kNoChannel{ncclComm_t{}, 0, 0};  // for ranks outside the process group
+extern const Channel kNoChannel;  // for ranks outside the process group
 
 }  // namespace hw

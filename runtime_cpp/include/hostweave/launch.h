@@ -8,8 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <map>
-#include <mutex>
 
 #include "hostweave/index.h"
 #include "hostweave/threads.h"
@@ -276,18 +274,8 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// Number of blocks of a kernel that run at once. The query takes about as long as a launch, so its result is cached.
-inline int64_t resident_blocks(const void* function, int threads) {
-  static std::mutex mutex;
-  static std::map<const void*, int64_t> known;
-  const std::lock_guard lock(mutex);
-  int64_t& blocks = known[function];
-  int each = 1;
-  if (blocks == 0 && cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, function, threads, 0) == cudaSuccess) {
-    blocks = each * multiprocessors();
-  }
-  return blocks;
-}
+// Number of blocks of a kernel that run at once.
+int64_t resident_blocks(const void* function, int threads);
 
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
