@@ -1,4 +1,4 @@
-"""A C++ compiler command for tests that compiles faster, with precompiled headers and little optimisation.
+"""A command that compiles the C++ of tests faster than the plain compiler, with precompiled headers and little optimisation.
 
 Compiling a test program takes longer than running it.
 """

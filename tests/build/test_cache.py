@@ -109,7 +109,7 @@ def installed(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
-def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
+def test_an_edited_op_runs_in_its_new_form(tmp_path: Path) -> None:
     environment = installed(tmp_path)
     script = (
         "import sys\n"
@@ -368,7 +368,7 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["a folder", "a link", "a link to a link"])
-def test_another_user_may_not_decide_where_the_cache_is(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_cannot_redirect_the_cache(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own").mkdir(mode=0o700)
     (tmp_path / "public").mkdir()
     theirs = tmp_path / "public" / "link"

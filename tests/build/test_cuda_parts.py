@@ -67,7 +67,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [({}, CUDA12, 12), ({}, CUDA13, 13), ({}, CUDA12 | CUDA13, 13), (TOOLKIT13, CUDA12, 12), (TOOLKIT13, CUDA12 | CUDA13, 13)],
     ids=["cuda12", "cuda13", "both", "incomplete toolkit", "incomplete toolkit and both"],
 )
-def test_cuda_of_wheels_is_of_one_version(wheels: Path, tmp_path: Path, toolkit: dict[str, str], found: dict[str, str], major: int) -> None:
+def test_all_cuda_wheels_have_one_version(wheels: Path, tmp_path: Path, toolkit: dict[str, str], found: dict[str, str], major: int) -> None:
     write_files(tmp_path / "toolkit", toolkit)
     write_files(wheels, found)
     cuda_found = cuda.find_cuda()

@@ -62,7 +62,7 @@ def test_exp_of_a_sum_is_the_product_over_dual_numbers() -> None:
     assert not (x / y * y).differs(x).any()
 
 
-def test_exp_is_a_random_function_elsewhere() -> None:
+def test_exp_of_a_field_element_is_a_random_function() -> None:
     x = Real(RANDOM.standard_normal((1, 4)), elements(1, 4))
     assert (RANDOM_EXP.exp(x).element != RANDOM_EXP.exp(x + 1).element).all()
     assert RANDOM_EXP.exp(x - x).element.tolist() == [[1] * 4]

@@ -24,7 +24,7 @@ def test_contiguous_dims_are_one_run() -> None:
     assert layout(bf16, (3, 4, 5), (20, 5, 1)).run == 120
 
 
-def test_columns_are_rows_of_runs() -> None:
+def test_columns_are_one_run_per_row() -> None:
     columns = layout(f32, (6, 2), (8, 1))
     assert (columns.rows, columns.run) == (((6, 32),), 8)
     assert starts_of_runs(0, columns.rows, columns.run, np.dtype(int)).tolist() == [0, 32, 64, 96, 128, 160]
@@ -40,7 +40,7 @@ def test_an_empty_view_has_no_bytes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_byte_layouts_equal_those_of_numpy(seed: int) -> None:
+def test_byte_layouts_match_numpy(seed: int) -> None:
     draw = random.Random(seed)
     whole = np.arange(4 * 6 * 5, dtype=np.int8).reshape(4, 6, 5)
     view = whole[tuple(slice(draw.randrange(2), draw.randrange(2, 5)) for _ in range(3))]

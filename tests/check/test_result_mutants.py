@@ -68,7 +68,7 @@ def test_blocks_of_squares_differ_from_their_transposes() -> None:
     assert CAUGHT in found[0]
 
 
-def test_a_sum_of_one_element_is_no_evidence() -> None:
+def test_sums_in_the_check_have_more_than_one_element() -> None:
     """Sizes of the check must be above 1, because over a single element a sum equals a maximum."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}

@@ -63,7 +63,7 @@ def test_demo(capsys: Captured) -> None:
     assert (folder / "program.cpp").is_file()
 
 
-def test_demo_as_a_new_user_runs_it_fits_on_a_screen(capsys: Captured) -> None:
+def test_output_of_the_default_demo_fits_on_a_screen(capsys: Captured) -> None:
     assert len(output_of(capsys, "demo").splitlines()) <= 40
 
 

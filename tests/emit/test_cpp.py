@@ -35,11 +35,11 @@ def integers() -> CppExprPrinter:
         ("(2*K + M)", "2 * K_1 + M"),
     ],
 )
-def test_extents(size: str, cpp: str) -> None:
+def test_products_of_sizes(size: str, cpp: str) -> None:
     assert integers().size(Size.of(size)) == cpp
 
 
-def test_a_sum_has_parentheses_where_something_is_multiplied_with_it() -> None:
+def test_a_sum_that_is_a_factor_has_parentheses() -> None:
     total = Size.of("(K + M)")
     assert (integers().factor(total), integers().first_factor(total)) == ("(K_1 + M)", "(K_1 + M)")
     assert (integers().factor(Size.of("2*M")), integers().first_factor(Size.of("2*M"))) == ("(2 * M)", "2 * M")

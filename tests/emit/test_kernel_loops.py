@@ -209,7 +209,7 @@ def test_columns_are_reduced_by_tiles_with_other_operands(function: Any) -> None
     assert "over_blocks" not in text
 
 
-def test_elements_of_columns_that_fill_no_tiles_are_stored_by_one_thread() -> None:
+def test_partial_tiles_of_columns_are_stored_by_one_thread() -> None:
     assert "over_columns" not in kernels(squares_and_sums, x=hw.bf16["M", 4088], scales=hw.bf16["M"])
 
 

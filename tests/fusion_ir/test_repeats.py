@@ -141,7 +141,7 @@ def test_number_of_repeats(function: Any, repeats: int) -> None:
     check(lower(model, Options()), fusion=model)
 
 
-def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
+def test_functions_that_differ_in_one_attribute_are_separate_repeats() -> None:
     def block(factor: float) -> Any:
         def layer(x: hw.Tensor) -> hw.Tensor:
             return x * factor

@@ -113,6 +113,6 @@ def test_no_folder_is_left_over() -> None:
     assert {path.parent.name for path in GOLDEN.glob("*/*.hw")} == set(FUSIONS), "no program has these; remove them"
 
 
-def test_a_stage_without_a_file_is_the_one_before() -> None:
+def test_a_stage_without_a_file_equals_the_previous_stage() -> None:
     assert golden("add", "insert_reshards") == golden("add", "input")
     assert golden("add", STAGES[-1]) == str(lower(FUSIONS["add"], Options()))

@@ -193,7 +193,7 @@ def test_gradients_with_lengths() -> None:
 
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
-def test_diagonals_beside_the_corners(diagonal: int) -> None:
+def test_shifted_diagonals(diagonal: int) -> None:
     """Diagonals as for the rows or keys of one rank: the first rows may attend to no column, and the last rows to all columns.
 
     No row attends to the last columns.

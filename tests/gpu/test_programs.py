@@ -183,7 +183,7 @@ def test_calls_in_flight_with_torch_tensors_stay_in_order(count: int) -> None:
             np.testing.assert_allclose(y.double().cpu().numpy(), want, allowed.rtol, allowed.atol)
 
 
-def test_calls_in_flight_on_gpus_that_take_everything_from_one_queue() -> None:
+def test_calls_in_flight_with_one_hardware_queue() -> None:
     pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     test = f"{__file__}::{test_calls_in_flight_with_torch_tensors_stay_in_order.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", test]
@@ -202,7 +202,7 @@ def back_and_forth(x):
     return x
 
 
-def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
+def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None:
     """Kernels with programmatic launch wait for the previous kernel: 16 kernels per call, three calls in flight, and memory that is
     NaN."""
     program = hw.compile(back_and_forth, target="cuda")

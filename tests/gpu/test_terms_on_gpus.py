@@ -203,7 +203,7 @@ def test_blocks_as_nccl_rounds(columns: int) -> None:
     on_ranks(body)
 
 
-def test_blocks_beside_terms_with_many_in_flight() -> None:
+def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
     """Launches of two graphs, and calls of both programs, which exchange blocks and packets, without waits in between."""
     program, other = exchanging(), reducing(8192)
 
@@ -230,7 +230,7 @@ def test_blocks_beside_terms_with_many_in_flight() -> None:
 
 
 @pytest.mark.parametrize("exchanges", ["terms", "blocks"])
-def test_a_rank_that_never_comes(exchanges: str) -> None:
+def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
     """Kernels that wait for a missing rank end when the call is aborted, and the GPU is usable afterwards."""
     program = reducing(8192) if exchanges == "terms" else exchanging()
     ended = threading.Event()

@@ -110,7 +110,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
     ]
 
 
-def test_a_size_that_one_body_needs_even_is_even_in_all_bodies() -> None:
+def test_a_size_that_must_be_even_in_one_body_is_even_in_all_bodies() -> None:
     text = """\
 function @total(%x: f32[M@x, E]) {
   %y: f32[M@x, E] = collective_permute(%x, axis=0, sources=(1, 0))

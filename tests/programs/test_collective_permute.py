@@ -45,7 +45,7 @@ def test_every_rank(ranks: int) -> None:
     program.close()
 
 
-def test_a_sharding_of_as_many_ranks_stays() -> None:
+def test_a_sharding_with_one_block_per_rank_is_kept() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp,tp", "N"])
     def both(x):
         return hw.collective_permute(x, 0, [3, None, 1, 0]), hw.collective_permute(x, 0, [1, 0])

@@ -184,7 +184,7 @@ def test_a_call_gives_a_view_of_the_array(request: pytest.FixtureRequest, librar
     assert c[0, 0] == 9  # c shares memory with the result
 
 
-def test_elements_do_not_change_places_in_one_memory() -> None:
+def test_a_kernel_that_reorders_elements_is_not_in_place() -> None:
     """A kernel is not in place if the operand and the result have their elements in different orders."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "M"])

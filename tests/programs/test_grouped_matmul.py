@@ -179,7 +179,8 @@ def build_log(name: str, folder: Path) -> str:
 def test_products_of_warpgroups_are_asynchronous(name: str, tmp_path: Path) -> None:
     """The compiler of CUDA serialises wgmma instructions, with a warning, if a branch around them may diverge within a warp.
 
-    It also does so with the options of tests. NVRTC 13.0 then keeps these options for the process, so another process compiles here.
+    With the quick options of tests it always serialises them. NVRTC 13.0 keeps these options for the whole process, so this test compiles
+    in another process.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         log = process.submit(build_log, name, tmp_path).result()

@@ -31,7 +31,7 @@ def test_pad_keeps_every_integer(dtype: DType, value: int) -> None:
     np.testing.assert_array_equal(program.run(x), np.array([value, 1], x.dtype))
 
 
-def test_a_slice_begins_at_no_integer_beyond_64_bits() -> None:
+def test_a_slice_cannot_begin_beyond_64_bits() -> None:
     with pytest.raises(hw.errors.ProgramError, match=r"dim 0 cannot start at 9223372036854775808; pass an int"):
         hw.fusion(x=hw.f32[4])(lambda x: hw.dynamic_slice(x, (2**63,), (2,)))
 

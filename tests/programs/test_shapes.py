@@ -115,7 +115,7 @@ def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: 
             expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
 
 
-def test_a_slice_is_a_view_and_operands_of_a_concat_are_made_in_place() -> None:
+def test_a_slice_is_a_view_and_operands_of_a_concat_are_computed_in_place() -> None:
     @hw.fusion(x=hw.bf16["M", "N"], w=hw.bf16["N", 4])
     def parts(x, w):  # type: ignore[no-untyped-def]
         return hw.concat([hw.matmul(x, w), x[:, 2:4] * 2], axis=1), hw.exp(x[:, :2] + x[:, 1:3])

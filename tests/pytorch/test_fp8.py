@@ -178,7 +178,9 @@ def test_weights_of_checkpoints_that_are_refused() -> None:
     with pytest.raises(ProgramError, match=r"its scales are for blocks of \(64, 128\); use blocks of 128 x 128"):
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
     module.up.activation_scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(ProgramError, match="its scales of activations are stored; use the checkpoint whose activation_scheme is dynamic"):
+    with pytest.raises(
+        ProgramError, match="the checkpoint stores scales of activations; use a checkpoint whose activation_scheme is dynamic"
+    ):
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
 
 

@@ -122,7 +122,10 @@ def test_a_module_raises_as_torch_does(ranks: int) -> None:
 
 
 class OfSamples(torch.nn.Module):
-    """Inverts the covariances of two samples of each element of a batch. They are singular, as in the check of a larger program."""
+    """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
+
+    The covariance of two samples is singular. The check uses small sizes, so programs with more samples have few samples in the check.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -313,7 +313,7 @@ def test_replaced_and_moved_parameters_are_refused(change: Callable[[nn.Module],
             call(x)
 
 
-def test_a_step_that_fails_is_not_counted_and_options_stay() -> None:
+def test_a_failed_step_is_not_counted_and_changes_no_option() -> None:
     module, x = Then(lambda y: y.square().mean()), torch.ones(ROWS, DIM)
     optimizer = torch.optim.AdamW(module.parameters())
     step = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), optimizer=optimizer)

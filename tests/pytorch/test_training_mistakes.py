@@ -125,7 +125,7 @@ def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> N
         optimized(make)
 
 
-def test_a_step_wants_one_loss() -> None:
+def test_a_step_needs_one_loss() -> None:
     module = Layer()
     with pytest.raises(
         ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return only the loss"

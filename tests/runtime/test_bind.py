@@ -33,7 +33,7 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
-def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
+def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
     """Inputs are bound by position and by name, in one or several steps. Programs are run and called alternately, with new sizes."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)

@@ -431,7 +431,7 @@ def communicator() -> Iterator[Callable[[int], int]]:
         device.ncclCommDestroy(comm)
 
 
-def test_communicators_that_the_host_owns(communicator: Callable[[int], int]) -> None:
+def test_communicators_of_the_application_are_used(communicator: Callable[[int], int]) -> None:
     text = (
         "host @total(%x: f32[M, K]) -> (%y: f32[M, K]) mesh(dp=1, tp=1) channels(tp: tp two_sided) {\n  all_reduce sum %x -> %y on tp\n}\n"
     )

@@ -375,7 +375,7 @@ def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
     tcp_store.set("key", b"still here")
 
 
-def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_idle_connections_are_closed(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_MAX_UNAUTHENTICATED", 20)
     unauthenticated = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)

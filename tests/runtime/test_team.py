@@ -41,7 +41,7 @@ def wait(team: Team, rank: int) -> None:
     team.groups[rank].agree(CallSignature("f", "mesh(x=3)", ""), "", 60)
 
 
-def test_each_rank_has_a_thread_and_a_place_in_the_group(team: Team) -> None:
+def test_each_rank_has_a_thread_and_a_rank_number(team: Team) -> None:
     found = team.each(lambda rank: (team.groups[rank].rank, threading.current_thread().name))
     assert [rank for rank, _ in found] == [0, 1, 2]
     assert len({name for _, name in found}) == 3

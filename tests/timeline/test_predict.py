@@ -51,28 +51,28 @@ def predicted(fusion: Fusion, sizes: dict[str, int], **options: Any) -> Timeline
 
 
 @pytest.mark.parametrize(("shape", "measured"), GATHER.items())
-def test_a_gather_and_a_product_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+def test_predicted_time_of_a_gather_and_a_product(shape: Shape, measured: float) -> None:
     sizes = dict(zip("MKN", shape, strict=True))
     found = predicted(product(8, ("M", "N"), is_gathered=True), sizes, overlap="off")
     assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(("shape", "measured"), SCATTER.items())
-def test_a_product_and_a_reduce_scatter_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+def test_predicted_time_of_a_product_and_a_reduce_scatter(shape: Shape, measured: float) -> None:
     rows, inner, columns = shape
     found = predicted(product(8, ("M@x", "N")), {"M": rows, "K": 8 * inner, "N": columns}, overlap="off")
     assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(("shape", "measured"), REDUCE.items())
-def test_a_product_and_an_all_reduce_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+def test_predicted_time_of_a_product_and_an_all_reduce(shape: Shape, measured: float) -> None:
     rows, inner, columns = shape
     found = predicted(product(8, ("M", "N")), {"M": rows, "K": 8 * inner, "N": columns}, overlap="off")
     assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(("ranks", "measured"), PIPELINE.items())
-def test_a_pipeline_of_sends_is_as_long_as_measured(ranks: int, measured: float) -> None:
+def test_predicted_time_of_a_pipeline_of_sends(ranks: int, measured: float) -> None:
     fusion = product(ranks, ("M", "N"), is_gathered=True, chunks=ranks, algorithm="p2p")
     found = predicted(fusion, {"M": 8192, "K": 8192, "N": 7168})
     assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)

@@ -72,7 +72,7 @@ def test_a_group_has_one_transport() -> None:
         verify_host(by_mail(program, "z"))
 
 
-def test_a_send_waits_for_its_recv_where_they_are_a_rendezvous() -> None:
+def test_a_send_without_buffering_waits_for_its_recv() -> None:
     program = host_text.parse(HEAD + "send %x to 1 - rank.x on x\nrecv %y from 1 - rank.x on x\n}\n")
     with pytest.raises(ProgramError, match="none of them can proceed"):
         check(program)

@@ -26,11 +26,11 @@ def test_a_spec_prints_as_it_is_written() -> None:
     ("text", "coefficient", "names", "divisor"),
     [("M/8", 1, ("M",), 8), ("8*M*K/4", 2, ("K", "M"), 1), ("6/4", 3, (), 2)],
 )
-def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: int) -> None:
+def test_products_of_sizes(text: str, coefficient: int, names: tuple[str, ...], divisor: int) -> None:
     assert Size.of(text) == Size(coefficient, names, divisor)
 
 
-def test_sums_of_extents() -> None:
+def test_sums_of_sizes() -> None:
     m, n, k = map(Size.of, "MNK")
     sums = {m + n: "(M + N)", m - 2: "(M - 2)", m + m: "2*M", m // 2 + 4: "(M/2 + 4)", (m + n) * k: "(M + N)*K", m + n - m: "N", m - m: "0"}
     for size, text in sums.items():
@@ -44,7 +44,7 @@ def test_sums_of_extents() -> None:
     assert ((m + n) // 2).symbols == ("M", "N")
 
 
-def test_sizes_of_shares() -> None:
+def test_sizes_of_shards() -> None:
     """The text of a dim can be parsed for any sharded size."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
@@ -145,7 +145,7 @@ def test_uneven_shards(rows: int, held: list[int]) -> None:
     np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
 
 
-def test_a_spec_names_the_place() -> None:
+def test_an_error_of_a_spec_has_its_location() -> None:
     with pytest.raises(
         ProgramError, match=r"^test_fusion_types.py:\d+: f32\[M@x, N@x\]: mesh axis x is used twice; each axis can split one dim$"
     ):

@@ -92,8 +92,8 @@ def compile(
 
     `clip_grad_norm` is the maximum of the norm over all gradients, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
-    torch.amp.GradScaler for 16-bit gradients. A call scales the loss. A call that updates parameters also replaces the scaler's methods
-    `unscale_`, `step` and `update`.
+    torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also unscales the gradients
+    and updates the scale, like the scaler's methods `unscale_`, `step` and `update`.
 
     With `fp8=`, linears whose weights are in the plan are computed in 8-bit floats. "row" and "tensor" use one scale per row or per tensor.
     "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}` selects linears

@@ -1,6 +1,6 @@
 """Functions of torch on tensors of a fusion: a fusion may call `torch.relu(x)` or `torch.nn.functional.silu(x)`. A call is recorded as ATen
-ops on tensors without memory. These are translated with the same table as modules. Sizes that are known only when the program runs are
-represented by unusual numbers during the recording.
+ops on tensors without memory. The same table as for modules translates these ops. During the recording, multiples of large primes represent
+sizes that are known only when the program runs.
 """
 
 from __future__ import annotations

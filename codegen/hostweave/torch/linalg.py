@@ -23,7 +23,7 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Returns the rule of an op. It returns NotImplemented for larger or complex matrices, and if `check_errors` is True."""
+    """Returns the rule of an op. The rule returns NotImplemented for larger or complex matrices, and if `check_errors` is True."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]

@@ -67,7 +67,7 @@ def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size
     if linear.activation_scale is not None:
-        raise _refused("its scales of activations are stored", "use the checkpoint whose activation_scheme is dynamic")
+        raise _refused("the checkpoint stores scales of activations", "use a checkpoint whose activation_scheme is dynamic")
     if block is None or tuple(block) != (128, 128):
         raise _refused(f"its scales are for blocks of {block}", "use blocks of 128 x 128")
     if scale.dtype != torch.float32:

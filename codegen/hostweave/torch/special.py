@@ -17,7 +17,7 @@ _FAR = 25.0  # above this argument, asymptotic expansions have an error below 1e
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the rule of an op. It computes in float32. The result has the dtype of the first float operand, or float32 for ints."""
+    """Returns the rule of an op. The rule computes in float32. The result has the dtype of the first float operand, or float32 for ints."""
 
     def rule(x: Any, *others: Any) -> Any:
         given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
@@ -202,7 +202,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0. Its derivatives of cot(pi x) are polynomials in cot(pi x)."""
+    """Uses the reflection formula below 0, which has derivatives of cot(pi x). They are polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)

@@ -122,7 +122,7 @@ class Updates:
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """Computes the new values of `written`. They are the old values if `odd` is above 0. Equal layers share one function."""
+        """Computes the new values of `written`. If `odd` is above 0, the values do not change. Equal layers share one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}

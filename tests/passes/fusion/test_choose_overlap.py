@@ -285,7 +285,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
+def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
     """If another op uses the gathered value, the gather is before the loop, and a warning is printed."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))

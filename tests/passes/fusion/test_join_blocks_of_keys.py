@@ -41,5 +41,5 @@ def test_keys_with_masks_that_differ_between_ranks_are_gathered(fusion: hw.Fusio
     assert "all_gather %k" in str(lower(fusion, hw.Options()))
 
 
-def test_a_causal_mask_is_one_of_each_block() -> None:
+def test_each_block_of_keys_has_a_causal_mask() -> None:
     assert "causal=top_left, blocks=2)" in changes(join_blocks_of_keys, attending(hw.f32[2, "S", 16], "top_left"))

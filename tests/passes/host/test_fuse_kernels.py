@@ -168,7 +168,7 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
     )
 
 
-def test_equal_kernels_are_one_and_names_stay_apart() -> None:
+def test_equal_kernels_are_shared_and_names_are_unique() -> None:
     before = host(
         """\
 %h = allocate f32[M, N]

@@ -488,7 +488,7 @@ def test_plan(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", APART)
-def test_kept_apart(case: str) -> None:
+def test_memory_that_is_not_shared(case: str) -> None:
     header, body = APART[case]
     program = host(body, header)
     assert str(with_planned_memory(program)) == str(program)

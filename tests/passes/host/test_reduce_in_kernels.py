@@ -69,7 +69,7 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
     assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # no load waits for the reduction
 
 
-def test_a_consumer_that_reads_the_block_stays() -> None:
+def test_a_consumer_that_reads_the_block_is_not_fused() -> None:
     """In the kernel of a gather, the input stands for the blocks of all ranks, so no other op of the kernel can read the rank's block."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])

@@ -15,7 +15,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 
 
 @pytest.mark.parametrize("dtype", [hw.f32, hw.bf16], ids=str)
-def test_an_update_behind_a_reduction_is_in_place(dtype: hw.DType) -> None:
+def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
     """Updates of biases from their gradients, for all schedules of the reductions: vectors, threads, blocks and parts of blocks."""
     cases = [(shape, axis) for shape in SHAPES for axis in (0, 1)]
     types: dict[str, Any] = {}

@@ -168,7 +168,7 @@ def test_a_replicated_value_is_not_copied_to_a_mesh_of_its_ranks() -> None:
     assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @negative_y %t -> %y\n  }}\n")
 
 
-def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
+def test_a_view_is_made_again_in_a_second_body_of_its_mesh() -> None:
     """The slice of %x is made in each of two `on` bodies, because the C++ scope of the first body has ended."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
@@ -184,7 +184,7 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
     assert body.count("= slice %x[0: local(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
 
 
-def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
+def test_blocks_of_uneven_dims_end_at_shard_boundaries() -> None:
     """Uneven blocks are packed unless they are contiguous. If both meshes split a dim, any shard of one mesh may overlap any shard of the
     other."""
     body = lowered(
