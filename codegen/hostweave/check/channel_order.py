@@ -32,7 +32,9 @@ class PostedCommunications:
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Records the communications of a task that starts at `clock`. Returns those earlier ones that may still run: communications on
         other channels, and kernels that exchange data on any channel."""
-        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
+        parts = task.operation.communications
+        exchanges = any(part.instruction.exchanges for part in parts)  # a kernel does the communications of its group, too
+        channels = {(channel_of(part), exchanges) for part in parts if part.may_be_serialised}
         if not channels:
             return []
         last = self._last[task.operation.rank]

@@ -29,11 +29,12 @@ namespace hw {
 
 struct Grid {
   int64_t blocks;
-  int threads;            // per block
-  int cluster = 1;        // blocks per cluster; ignored on devices without clusters
-  bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
-  int shared = 0;         // bytes of dynamic shared memory
-  bool resident = false;  // at most as many blocks as run at once; a block loops over rows
+  int threads;               // per block
+  int cluster = 1;           // blocks per cluster; ignored on devices without clusters
+  bool at_once = false;      // cooperative launch, with at most one block per multiprocessor
+  int shared = 0;            // bytes of dynamic shared memory
+  bool resident = false;     // at most as many blocks as run at once; a block loops over rows
+  bool is_flexible = false;  // the kernel accepts any number of blocks, of up to kThreads threads
 };
 
 struct ResidentGrid : Grid {
@@ -72,7 +73,7 @@ constexpr int warps_of(int64_t threads, int64_t most) {
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
-  return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
+  return {.blocks = smaller(ceil_div(n, threads * kWidth), kMaxBlocks), .threads = threads, .is_flexible = true};
 }
 
 // One block per row of n elements. With many rows, blocks have fewer threads, each with up to kRowAccesses accesses of kWidth
