@@ -183,14 +183,14 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     total = experts.type.shape[0] * choices
     split = f"{ranks}@{','.join(names)}" if names else str(ranks)
     number = hw.reshard(record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=experts), split)
-    ids, rows = hw.astype(experts, i32), total
+    ids, rows = experts, total
     if capacity is not None:
         if total.is_int and int(experts.type.shape[0]) % ranks:
             why = f"{ranks} ranks do not divide {experts.type.shape[0]} tokens, which capacity= requires"
             raise ProgramError.here(f"moe_routing: {why}; pad the tokens, or omit capacity=")
         room = _size_of(capacity, "moe_routing")
-        ids, rows = _with_room(ids, room, num_experts, split, ranks), room * ranks
-    flat = _on_all_ranks(hw.reshape(ids, str(total)))
+        ids, rows = _with_room(hw.astype(ids, i32), room, num_experts, split, ranks), room * ranks
+    flat = hw.astype(_on_all_ranks(hw.reshape(ids, str(total))), i32)  # the kernel that uses the gathered ids casts them
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
     found = indices.group_order(hw.where(is_own, local, own), 1, own)  # for each expert, its choices in the order of the tokens
