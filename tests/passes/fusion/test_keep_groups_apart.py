@@ -50,7 +50,7 @@ def of_all_rows(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, ends: hw.Tensor, bias:
     ("function", "is_apart"),
     [(layer, True), (halves, True), (returned, False), (other_groups, False), (other_rows, False), (of_all_rows, False)],
 )
-def test_memory_that_is_not_shared(function: object, is_apart: bool, ranks: int) -> None:
+def test_rows_that_stay_on_the_ranks_of_their_experts(function: object, is_apart: bool, ranks: int) -> None:
     types = TYPES if function is not halves else TYPES | {"v": hw.f64["6@ep", 8, "K"], "w": hw.f64["6@ep", 4, "K"], "bias": hw.f64[4]}
     fusion = hw.fusion(mesh=hw.Mesh(ep=ranks), **types)(function)  # type: ignore[arg-type]
     assert (keep_groups_apart(fusion, Options()) != fusion) == (is_apart and ranks > 1)

@@ -75,13 +75,13 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged(case: str) -> None:
+def test_matmuls_that_become_contractions(case: str) -> None:
     inputs, before, after = CASES[case]
     check(merge_contractions, inputs, before.replace("S*B", "B*S"), after, mesh="dp=2, tp=2")
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_kept(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     inputs, program = KEPT[case]
     check(merge_contractions, inputs, program, program, mesh="dp=2, tp=2")
 

@@ -87,7 +87,7 @@ def test_matmuls_by_shard(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_stays(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     check(multiply_shards, INPUTS, SAME[case], SAME[case])
 
 

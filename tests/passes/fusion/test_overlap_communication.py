@@ -162,7 +162,7 @@ def test_asynchronous_communication(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_stays(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     inputs, ops = SAME[case]
     check(overlap_communication, inputs, ops, ops)
 

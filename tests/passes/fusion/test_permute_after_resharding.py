@@ -64,12 +64,12 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_moved(case: str) -> None:
+def test_permutations_that_move(case: str) -> None:
     check(permute_after_resharding, INPUTS, *CASES[case])
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_same(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     check(permute_after_resharding, INPUTS, SAME[case], SAME[case], mesh="x=8, y=2")
 
 

@@ -21,7 +21,7 @@ from hostweave.pipeline import lower
         (("2@y", "2", "4@x"), ("4@y", "4@x")),
     ],
 )
-def test_kept(source: tuple[str, ...], target: tuple[str, ...]) -> None:
+def test_reshapes_without_communication(source: tuple[str, ...], target: tuple[str, ...]) -> None:
     @hw.fusion(mesh=hw.Mesh(y=2, x=4), x=hw.f32[source])
     def f(x):
         return hw.reshard(hw.reshape(x, *(dim.partition("@")[0] for dim in target)), *target) * 2
@@ -33,7 +33,7 @@ def test_kept(source: tuple[str, ...], target: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("source", "target"), [(("8@x,y",), ("2", "4")), (("16@y,x",), ("4", "4")), (("4@y", "M@x"), ("4*M",)), (("1@y", "4@x"), ("4",))]
 )
-def test_gathered(source: tuple[str, ...], target: tuple[str, ...]) -> None:
+def test_reshapes_with_a_gather(source: tuple[str, ...], target: tuple[str, ...]) -> None:
     """A gather is needed, because the elements of a rank are not a block of the result."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=4), x=hw.f32[source])

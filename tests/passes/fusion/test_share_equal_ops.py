@@ -91,13 +91,13 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shared(case: str) -> None:
+def test_ops_that_are_shared(case: str) -> None:
     inputs, before, after = CASES[case]
     check(share_equal_ops, inputs, before, after, mesh="x=2, y=2")
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_kept(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     inputs, program = KEPT[case]
     check(share_equal_ops, inputs, program, program, mesh="x=2, y=2")
 
@@ -143,14 +143,14 @@ UNITS = {
         """%s: f32[M@x, N] = matmul(%x, %w)
         %y: f32[M@x, N] pinned = reshard(%s)""",
     ),
-    "stated steps of a reshard": (
+    "steps over axes of one rank become reshards": (
         "%x: f32[M@a,x, K]",
         """%h: f32[M@a, K] = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K@a] = all_to_all(%h, dim=0, to=1, axes=(a))""",
         """%h: f32[M, K] = reshard(%x)
         %y: f32[M, K] = reshard(%h)""",
     ),
-    "steps over other axes are not shared": (
+    "steps over axes of several ranks stay": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K] = all_gather(%x, dim=0, axes=(x))",
         "%y: f32[M, K] = all_gather(%x, dim=0, axes=(x))",

@@ -149,12 +149,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sunk(case: str) -> None:
+def test_reductions_that_move(case: str) -> None:
     check(sink_reductions, *CASES[case], mesh="x=4, y=2")
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_kept(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     inputs, program = KEPT[case]
     check(sink_reductions, inputs, program, program, mesh="x=4, y=2")
 

@@ -43,7 +43,7 @@ def test_pieces_are_renumbered_before_and_after_attention() -> None:
     [(attending(), hw.Options()), (attending(None), KNOWN), (attending(), hw.Options(sizes={"S": 8192}, overlap="off"))],
     ids=["size unknown", "not causal", "no overlap"],
 )
-def test_others_stay(fusion: hw.Fusion, options: hw.Options) -> None:
+def test_programs_that_the_pass_does_not_change(fusion: hw.Fusion, options: hw.Options) -> None:
     assert changes(stream_keys_in_zigzag, fusion, options) == ""
 
 

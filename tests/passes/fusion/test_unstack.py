@@ -30,7 +30,7 @@ def test_a_slice_of_a_stack_is_the_stacked_value() -> None:
         "%t: f32[2, M] = exp(%s)\n%c: f32[M] = select(%t, axis=0, index=1)\n%y: f32[M] = exp(%c)",
     ],
 )
-def test_kept(body: str) -> None:
+def test_programs_that_the_pass_does_not_change(body: str) -> None:
     check(unstack, "%a: f32[M], %b: f32[M]", STACK + body, STACK + body)
 
 

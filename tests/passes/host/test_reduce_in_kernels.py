@@ -44,7 +44,7 @@ def test_a_small_all_reduce_is_fused_with_its_consumer() -> None:
     ],
     ids=["large", "two-sided", "no peer memory"],
 )
-def test_others_stay(rows: int, options: hw.Options) -> None:
+def test_all_reduces_that_stay_separate(rows: int, options: hw.Options) -> None:
     assert changes(reduce_in_kernels, reduced(rows), options) == ""
 
 
