@@ -151,7 +151,7 @@ def test_a_host_text_with_excessive_sizes(source: str, message: str) -> None:
     assert time.monotonic() - start < SECONDS
 
 
-def test_a_part_of_a_size_in_an_expression_parses_back() -> None:
+def test_local_sizes_in_an_expression_parse_back() -> None:
     program = read_host(
         host("if local(M, x) % 2 + ceil(M/2) * 2 == 0 {\n    copy %x -> %y\n  }").replace("mesh(x=2)", "mesh(x=2) uneven(M)")
     )

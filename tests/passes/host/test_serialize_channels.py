@@ -185,7 +185,7 @@ def test_names_that_are_already_used() -> None:
     assert [(events.name, events.count) for events in program.events] == [("turn_2", 1)]
 
 
-def test_a_communication_of_uneven_sizes_alone() -> None:
+def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
     body = """\
   fork ring
   stream ring[0] {
@@ -257,7 +257,7 @@ def test_nested_loops() -> None:
     assert text.index("record turn[0]") < text.index("for %j")
 
 
-# --- one step ahead ---------------------------------------------------------------------------------------------------
+# --- communications issued one iteration early ------------------------------------------------------------------------
 
 STEPS = """\
   %g = allocate f32[2, 2, N]
