@@ -61,9 +61,9 @@ class Options:
       Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
       gives them, or if the library's allocator returns memory that was freed.
 
-      With transport one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls 3, 5, 9, 17 and
-      so on, at least every 4096 calls. Calls are graphs until the next decision if, on every rank, nearly all calls since the last decision
-      used arrays of earlier calls. Then calls with new arrays are graphs, too.
+      With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
+      3, 5, 9, 17 and so on, at least every 4096 calls. Calls are graphs until the next decision if, on every rank, nearly all calls since
+      the last decision used arrays of earlier calls. Then calls with new arrays are graphs, too.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest

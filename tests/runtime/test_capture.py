@@ -187,9 +187,33 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
     expect(fusion, values | {"x": -values["x"]}, results[-1], exact=True)
 
 
+def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
+    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays until all ranks have decided twice."""
+    program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
+    arrays = arrays_of(8)
+    want = np.split(wanted(**arrays), 2)
+
+    def on_rank(rank: int) -> list[int]:
+        group, graphs, kept = hw.init(threads), [], []
+        x, up, down = blocks(arrays, rank, 2)
+        out = np.empty_like(x)
+        for call in range(24):
+            if rank and call < 5:
+                kept.append(out)
+                out = np.empty_like(x)
+            np.testing.assert_array_equal(program(x, up, down, out=out), want[rank])
+            (local,) = group.programs.values()
+            graphs.append(local.native.graphs)
+        return graphs
+
+    first, second = threads.run(on_rank)
+    assert first == second
+    assert (first[0], first[-1]) == (0, 1)
+
+
 def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
     """Graphs of the last 16 sets of arrays are kept. Arrays alternate and repeat. New sizes in the same memory need another graph."""
-    program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
+    program, threads = mlp_on(2, graph="auto", transport="peer"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
 
     def on_rank(rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -13,12 +13,12 @@ CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls
 
 
 class CommonGraphs:
-    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. Needed if ranks signal each other.
+    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. Needed by two-sided and one-sided transports.
 
-    Signals in graphs are counted separately from signals in other calls, so all ranks must decide alike, but a rank knows only whether its
-    own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for graphs if nearly all of
-    its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as graphs until the next vote,
-    and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
+    Their library requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank knows only whether
+    its own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for graphs if nearly
+    all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as graphs until the
+    next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class CommonGraphs:
         calls, new = self._calls - self._at_last_vote[0], unseen - self._at_last_vote[1]
         return new * CALLS_PER_NEW_ARRAY <= calls
 
-    def decide(self, votes: Sequence[bool], unseen: int) -> None:
-        """Decides from the votes of all ranks whether calls run as graphs."""
-        self.agreed = all(votes)
+    def decide(self, agreed: bool, unseen: int) -> None:
+        """Sets whether calls run as graphs until the next vote."""
+        self.agreed = agreed
         self._at_last_vote = self._calls, unseen
         self._votes_after = self._calls + min(self._calls, MAX_CALLS_BETWEEN_VOTES)
 

@@ -63,8 +63,8 @@ class LocalProgram:
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
-        has_separate_counters = any(channel.transport.separate_graph_counters for channel in host.channels)
-        self.common_graphs = CommonGraphs() if options.graph == "auto" and has_separate_counters else None
+        on_all_ranks = any(channel.transport.graphs_on_all_ranks for channel in host.channels)
+        self.common_graphs = CommonGraphs() if options.graph == "auto" and on_all_ranks else None
         for option, is_set in (("verify_calls", self._verifies_calls), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
             if is_set and group.count > 1 and not group.can_exchange:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have no store for messages"
@@ -281,10 +281,13 @@ class LocalProgram:
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
         """Decides together with the other ranks whether calls run as graphs from now on. No rank uses graphs if one of them cannot."""
         unseen = native.unseen
-        vote = common.vote(unseen) and (common.agreed or self._can_capture(native, checked_call, addresses))
-        answers = self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)
-        common.decide([answer == str(True) for answer in answers], unseen)
+        are_wanted = self._all_true(common.vote(unseen))
+        agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))
+        common.decide(agrees, unseen)
         self._graphs = self.module.Graphs.all if common.agreed else self.module.Graphs.noted
+
+    def _all_true(self, vote: bool) -> bool:
+        return set(self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)) == {str(True)}
 
     def _can_capture(self, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> bool:
         try:

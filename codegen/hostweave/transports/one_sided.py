@@ -8,6 +8,6 @@ TRANSPORT = Transport(
     template="window",
     library="NCCL",
     registers_arena=True,
-    separate_graph_counters=True,
+    graphs_on_all_ranks=True,
     since=(2, 29),
 )

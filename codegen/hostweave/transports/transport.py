@@ -34,7 +34,7 @@ class Transport:
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
-    separate_graph_counters: bool = False  # CUDA graphs count signals separately, so either all ranks capture a call or none does
+    graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application
     since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
     # any other reduction gathers the terms and reduces them in a kernel

@@ -11,4 +11,5 @@ TRANSPORT = Transport(
     posts_in_group=2048,
     holds_multiprocessors=True,
     is_rendezvous=True,
+    graphs_on_all_ranks=True,
 )
