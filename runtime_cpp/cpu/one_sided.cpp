@@ -25,8 +25,8 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
-// Each number has three counters: signals of calls, signals of graphs, and consumed signals. A signal of a graph waits until the
-// previous one has been consumed.
+// Each signal number has three counters: signals of calls, signals of graphs, and consumed signals. A signal of a graph waits
+// until the previous one has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -45,7 +45,7 @@ ncclResult_t check(const std::string& call, ncclComm_t comm, int peer, int numbe
   const int ranks = comm->process_group->size();
   if (const auto result = expect_below(ranks, "peer", peer, call, ncclInvalidArgument)) return result;
   if (const auto result = expect_below(kSignals, "signal", number, call, ncclInvalidArgument)) return result;
-  if (context != 0 || flags != 0) return nccl_not_supported(call + " with another context than 0, or flags,");
+  if (context != 0 || flags != 0) return nccl_not_supported(call + " with a nonzero context or with flags");
   return ncclSuccess;
 }
 
@@ -153,7 +153,8 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For ranks that are processes: exchanges file descriptors and maps the others' memory. Returns null and sets `why` on failure.
+// For ranks that are processes: exchanges file descriptors and maps the memory of the other ranks. Returns null and sets `why` on
+// failure.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();

@@ -63,7 +63,7 @@ struct LoggedCall {
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
   int64_t times;                // an op is done after it has ended this many times; all launches of a graph share its ops
-  int end = Milestones::kNone;  // a milestone
+  int end = Milestones::kNone;  // milestone after all ops of the call
   bool is_enqueuing = true;
 };
 
@@ -155,7 +155,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Completes the log of a line: transfers if it has peers, otherwise a collective if it has a channel, otherwise other work.
+  // Logs the rest of a line: a transfer per peer, or else a collective if the line has a channel, or else work.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -203,8 +203,8 @@ struct CallLog::Calls {
     }
   }
 
-  // An unfinished launch by the application, otherwise the first unfinished call. Launches and calls run one after another, so
-  // all calls before a started launch are done.
+  // Returns an unfinished launch by the application, or else the first unfinished call. Launches and calls run one after another,
+  // so all calls before a started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

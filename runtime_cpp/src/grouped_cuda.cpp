@@ -59,7 +59,8 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
   return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
 }
 
-// The kernel for warpgroups, or null if it cannot compute the problem: tensor maps need aligned arrays that are not empty.
+// Returns the kernel for warpgroups. Returns null if it cannot compute the problem or is slower than other kernels. Tensor maps
+// need aligned arrays that are not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;

@@ -210,7 +210,7 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t recommended{}, unaligned{};
-  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or a measured one
+  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or a measured algorithm
   const void* zeros = nullptr;                         // operands for k = 0
 
   ~Plan() {
@@ -275,7 +275,7 @@ struct MatmulPlan::Plan {
     if (most > 1) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
-    // Swapped operands: a row-major matrix is a column-major transpose.
+    // Operands are swapped, because a row-major matrix is the transpose of a column-major matrix.
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout,
                                                                  preference, most, results.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);

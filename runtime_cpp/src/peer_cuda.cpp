@@ -76,7 +76,7 @@ void close_file_of(uint64_t token) {
   }
 }
 
-// Returns null if the file cannot be opened or mapped, or is not the group's.
+// Returns null if the file cannot be opened or mapped, or belongs to another group.
 Segment* map_segment(const Maker& maker) {
   const std::string path = "/proc/" + std::to_string(maker.process) + "/fd/" + std::to_string(maker.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -122,7 +122,7 @@ struct PeerGroup::State {
   double timeout_seconds = 0;
   uint32_t meetings = 0, mappings = 0;         // numbers of barriers and mappings of this rank so far
   std::atomic<bool> stuck = false;             // from the start of an abort until the device is idle
-  const std::atomic<bool>* aborted = nullptr;  // the rank's flag, while the channel is created
+  const std::atomic<bool>* aborted = nullptr;  // flag of the rank, set only while the channel is created
   bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
 
@@ -154,7 +154,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Calls `look` between two barriers, so that it can read the other ranks' entries in the segment (`seats`).
+  // Calls `look` between two barriers, so that `look` can read the other ranks' entries (`seats`) in the segment.
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);
@@ -288,7 +288,7 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   if (!state.segment->size.compare_exchange_strong(nobody, size) && nobody != size)
     throw ExecutionError("transport peer: ranks have joined channels of " + std::to_string(nobody) + " and " +
                          std::to_string(size) + " ranks");
-  if (state.seat().taken.exchange(1)) throw ExecutionError("transport peer: two ranks are rank " + std::to_string(rank));
+  if (state.seat().taken.exchange(1)) throw ExecutionError("transport peer: two ranks have the index " + std::to_string(rank));
 
   HW_CHECK(cudaGetDevice(&state.device));
   state.seat().card = card_of_rank();

@@ -55,9 +55,9 @@ int loaded_nccl() {
 
 [[noreturn]] void too_old(const std::string& needed) {
   const int version = loaded_nccl();
-  throw ExecutionError("transport one_sided needs " + needed + ", but the loaded one is " + std::to_string(version / 10000) +
+  throw ExecutionError("transport one_sided needs " + needed + ", but the loaded version is " + std::to_string(version / 10000) +
                        "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100) +
-                       "; load a later one, or compile with transport=\"two_sided\"");
+                       "; load a later version, or compile with transport=\"two_sided\"");
 }
 #endif
 
@@ -137,7 +137,7 @@ struct WindowArena::Windows {
     return memory_.registered[found - channels_.begin()];
   }
 
-  // Peers no longer access this memory, because earlier calls have awaited their signals.
+  // Peers no longer access `memory`, because earlier calls have awaited the peers' last signals.
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
@@ -234,7 +234,7 @@ std::string why_out_of_reach(const Channel& channel) {
 }
 
 std::string why_no_windows(const Channel& channel) {
-  if (channel.peers()) return "";  // its ranks tested access when they connected
+  if (channel.peers()) return "";  // the ranks of the channel tested access when they connected
   void* const data = allocate_window(&channel, kPiece);
   std::string why;
   Registered made;

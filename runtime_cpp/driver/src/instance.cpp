@@ -44,7 +44,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Runs a call during a capture. Throws CaptureError if it fails.
+// Runs `call` during a capture. Throws CaptureError if the call fails.
 template <class Call>
 auto captured(const Call& call) {
   try {
@@ -128,7 +128,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
-  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates, which a capture cannot
+  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates memory: impossible in a capture
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
@@ -254,8 +254,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception&
-               error) {  // caught while this rank still holds the lease, so that the other ranks stop before they continue
+  } catch (const std::exception& error) {  // this rank still holds the lease: the other ranks stop before they continue
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

@@ -67,8 +67,8 @@ int Member::device_for(int64_t index, int64_t local) { return target::device_for
 
 std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& program) const {
   if (program.world != rank_.size()) {
-    throw ArgumentError("a program for " + std::to_string(program.world) + " ranks, in a group of " +
-                        std::to_string(rank_.size()));
+    throw ArgumentError("the program needs " + std::to_string(program.world) +
+                        " ranks, but the number of ranks in the group is " + std::to_string(rank_.size()));
   }
   std::vector<ProcessGroup> process_groups;
   for (const ProcessGroup& process_group : process_groups_of(program, rank_.index())) {
@@ -143,8 +143,8 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
                           text(process_group.rank_in_group, process_group.size));
     }
     if (device != rank_.device()) {
-      throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
-                          ", and this rank on device " + std::to_string(rank_.device()));
+      throw ArgumentError("the communicator along " + name + ": it is on device " + std::to_string(device) +
+                          ", but this rank is on device " + std::to_string(rank_.device()));
     }
     add_channel(process_group, comm);
   }
@@ -165,7 +165,7 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  std::unique_lock use(in_use_, kGrace);  // after the timeout, the call is inside NCCL, and aborting its communicator ends it
+  std::unique_lock use(in_use_, kGrace);  // if this times out, the call is inside NCCL, and target::abort ends it
   std::vector<ncclComm_t> comms;
   std::vector<std::future<void>> done;
   {
@@ -173,7 +173,8 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // A destroyed graph exists until its launches end, and NCCL waits for it. So the waits of the launches must end first.
+  // NCCL waits until graphs are destroyed, and CUDA destroys a graph after its launches. The abort ends the waits of the
+  // launches.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -216,7 +217,7 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-// Takes the lease before the member, because a thread that frees resources of a member already holds a lease.
+// Takes the lease first, and then the lock of the member. A thread that frees resources of a member takes them in the same order.
 Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);

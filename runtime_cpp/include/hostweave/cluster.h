@@ -25,7 +25,7 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // A barrier in two parts. It does not make writes visible, so it need not wait for them.
+  // A barrier in two parts. It does not make writes visible, so no thread waits for its writes.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
   // Writes the element in the shared memory of another block that corresponds to `here`.

@@ -152,7 +152,7 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Sums of f32, without tensor cores, because these would round the operands. 16 lanes own 4 columns each.
+// Sums of f32, without tensor cores, which would round the operands. 16 lanes own 4 columns each.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -214,7 +214,7 @@ struct NarrowSums {
   static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;
 
   float sums[kFewRows * kGroups][2] = {};
-  const int column = threadIdx.x % 32;  // this thread's columns are this one and column + 32
+  const int column = threadIdx.x % 32;  // this thread has columns `column` and column + 32
 
   template <int kCount>
   __device__ void add(const FewRows<T, kCount>& p, const T* weights, int64_t first, int64_t j) {

@@ -85,8 +85,9 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Sorts the `first` first elements of each row of n. A cluster sorts a row. It has as many blocks as have work and can run at
-// once. If rows are few, long and sorted completely, the whole grid sorts one row after another.
+// Grid of a kernel that sorts the first `first` elements of each row of n elements. A cluster sorts a row. A cluster has one
+// block per kSorted elements, or fewer if not all clusters could run at once. If rows are few, long and sorted completely, the
+// whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -106,8 +107,8 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns. It has as many blocks as have work and can run at once. Large
-// clusters cannot fill every GPC, so the limit is lower for them.
+// Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work, if all blocks run at once.
+// Large clusters cannot fill every GPC, so fewer of their blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -237,7 +238,7 @@ const void* function_of(void (*kernel)(Params...)) {
 #endif
 }
 
-// True if the architecture for which the program's kernels are compiled has hw::griddep_wait().
+// True if the program's kernels are compiled for an architecture with programmatic dependent launch.
 inline bool waits_for_stream(const void* function) {
   static const bool waits = [function] {
     cudaFuncAttributes attributes;

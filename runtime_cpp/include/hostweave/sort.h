@@ -119,8 +119,8 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Selects the indices of the first elements of a row, unsorted; ties give the lower indices. Radix select: counts the elements
-// per digit, from the highest digit on, to find the key of the last selected element.
+// Writes the indices of the first elements of a row to `tile`, unsorted. Of equal elements, lower indices come first. Radix
+// select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));

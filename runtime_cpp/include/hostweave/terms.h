@@ -6,8 +6,8 @@
 // other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
 // exchange.
 //
-// Exchanges use two slots of memory alternately. Between two writes to a slot, a rank receives data of another exchange from
-// every peer. A peer sends that data after its kernel has read the slot.
+// Exchanges use two slots of memory alternately. Between two writes to a slot, there is an exchange through the other slot. In
+// that exchange, a rank receives data from every peer. A peer sends them after its kernel has read the first slot.
 #pragma once
 #include <cstdint>
 
@@ -37,10 +37,9 @@ struct alignas(16) Packet {
 
 // A channel, seen from the kernels of one of its ranks.
 struct Exchange {
-  Packet*
-      landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then the slots of hw::LandedBlocks
-  uint32_t* state;              // number of the last exchange, and count of thread blocks that have sent their data of this one
-  const uint32_t* aborted;      // nonzero ends all waits
+  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then the slots of LandedBlocks
+  uint32_t* state;  // number of the last exchange, and number of thread blocks that have sent their data of the current exchange
+  const uint32_t* aborted;  // a nonzero value ends all waits
   int rank;
 };
 
@@ -100,7 +99,7 @@ struct Terms {
 
   const T* own;
   int64_t count;
-  const T* gathered;  // consecutive terms of all ranks, if they are not exchanged in packets
+  const T* gathered;  // consecutive terms of all ranks; null if kernels exchange the terms in packets
   Exchange exchange;
   uint32_t number;  // number of this exchange
 
@@ -312,9 +311,9 @@ struct LandedBlocks {
   static constexpr int64_t kVector = 16;  // bytes
   static constexpr int64_t kMostBytes = kBlockBytes / kRanks / kVector * kVector;
 
-  const T* own;       // the block of this rank, or a block for each rank
+  const T* own;       // all-gather: the block of this rank; reduce-scatter: one block for each rank
   int64_t count;      // elements of a block
-  const T* gathered;  // consecutive blocks from all ranks, if kernels do not exchange them
+  const T* gathered;  // consecutive blocks from all ranks; null if kernels exchange the blocks
   Exchange exchange;
   uint32_t number;  // number of this exchange
   MoreArrays more;
@@ -364,8 +363,8 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Array 0 has the blocks of the input, and others those of `more`. The number of parts depends only on the size, so it is equal
-  // on all ranks.
+  // Division of the blocks of an array. Array 0 is the input, and the others are those of `more`. The number of parts depends
+  // only on the size of a block, so it is equal on all ranks.
   struct Parts {
     int64_t vectors;  // vectors of a block
     int64_t each;     // vectors of a part
@@ -454,7 +453,7 @@ struct LandedBlocks {
     }
   }
 
-  // Copies bytes by all threads of the grid. Loads are issued before stores to overlap their latencies.
+  // All threads of the grid copy bytes together. Loads are issued before stores to overlap their latencies.
   HW_DEVICE void copy(const char* from, char* to, int64_t bytes) const {
     constexpr int kAtOnce = 4;
     const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;
@@ -474,7 +473,7 @@ struct LandedBlocks {
     for (int64_t i = vectors * kVector + thread; i < bytes; i += step) to[i] = from[i];
   }
 
-  // Polls a flag until it has the number of this exchange or of a later one, because the peer may be ahead.
+  // Polls a flag until it has the number of this exchange. The number may also be higher, because the peer may be ahead.
   HW_DEVICE void wait(const uint32_t* flag) const {
     uint32_t seen = number - 1;
     for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {

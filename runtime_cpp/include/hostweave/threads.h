@@ -7,7 +7,7 @@ constexpr int kThreads = 256;     // threads per block for pointwise kernels
 constexpr int kRowThreads = 512;  // maximum threads per block that reduce a row
 constexpr int kRowAccesses = 4;   // maximum accesses per thread to a row in registers
 constexpr int kTransposed = 64;   // columns of a tile that a block transposes
-template <int kBytes>             // rows of such a tile, for elements of kBytes bytes: at least 128 bytes of a result's column
+template <int kBytes>             // rows of such a tile: its columns have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
 constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose: while one waits for its tile, others load and store
 constexpr int kLaneParts = 32;   // threads that share a lane, each with its own elements

@@ -119,7 +119,7 @@ class WarpgroupProducts {
   // next one is multiplied.
   static constexpr int kStaged = kOuter ? kColumns : 128;
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
-  // Ids of hardware barriers: the barrier of both warpgroups, and the barrier of warpgroup 0, before that of warpgroup 1.
+  // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
 
  public:
@@ -136,7 +136,7 @@ class WarpgroupProducts {
     __syncthreads();
   }
 
-  // Copies the stages of all tiles of this block, by one warp.
+  // One warp copies the stages of all tiles of this block.
   __device__ void copy() {
     Walk walk(p_, kRows, kColumns);
     GroupTile tile;
@@ -168,7 +168,7 @@ class WarpgroupProducts {
     }
   }
 
-  // Multiplies and stores all tiles of this block, by two warpgroups.
+  // Two warpgroups multiply and store all tiles of this block.
   __device__ void multiply() {
     Walk walk(p_, kRows, kColumns);
     GroupTile tile, next;
