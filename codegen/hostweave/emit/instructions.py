@@ -84,7 +84,7 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the user's source lines for the body's first instruction that does work. A kernel has the lines of all its ops."""
+        """Comments with the source lines of the body's first instruction that does work. A launch has the lines of its kernel's ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -285,7 +285,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # an operand that the kernel updates in place is its result's buffer
+        lies_in = dict(updated(i, self.context.declared, ()))  # for an operand that is updated in place, passes the result
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
@@ -341,7 +341,7 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0; not so for -0.0
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0, unlike those of -0.0
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
@@ -358,7 +358,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Emits a collective as a loop over the ranks of its channel that sends or receives one block per rank."""
+        """Emits a collective as a loop over the ranks of its channel. Each iteration sends or receives one block."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -459,7 +459,7 @@ class Emitter:
         self.sizes_given = before
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
-        """Emits the body under the flag of the mesh. Emits nothing if the body only allocates."""
+        """Emits the body in an `if`, whose condition is true on the ranks of the mesh. Emits nothing if the body only allocates."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")

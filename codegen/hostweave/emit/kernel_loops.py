@@ -177,7 +177,7 @@ class LoopPrinter:
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
         """Arguments for the template parameters of `varied`, one tuple per variant, with the condition that selects the variant. The last
-        one has no condition."""
+        variant has no condition."""
         if not self.varied:
             return []
         loops = self.ir

@@ -297,7 +297,7 @@ def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
         after = choose_overlap(fusion("%x: f32[M@x, K], %w: f32[K, K]", before), Options())
     assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
     assert str(caught[0].message) == (
-        "text:4: stream of %a overlaps nothing: the all_gather of %x is before the loop, because %b also uses the result; "
+        "text:4: stream of %a overlaps nothing: the all_gather of %x is before the loop, because its result is used by %b too; "
         "stream all users over the same dim, in equal chunks"
     )
 

@@ -180,7 +180,7 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if `op` is None, because the value is returned, or if `op` follows the member and is not streamed."""
+        """True if `op` is None, which stands for the return of the value, or if `op` follows the member and is not streamed."""
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
@@ -192,7 +192,7 @@ class _Choice:
                 continue
             others = [f"%{user.result.name}" if user else "the caller" for user in self.uses[gather.result.name] if user != op]
             if others and self.member(gather, dim).changes_streamed_dim("all_gather"):
-                why = f"the all_gather of %{gather.tensors[0]} is before the loop, because {' and '.join(others)} also uses the result"
+                why = f"the all_gather of %{gather.tensors[0]} is before the loop, because its result is used by {' and '.join(others)} too"
                 text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all users over the same dim, in equal chunks"
                 warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 

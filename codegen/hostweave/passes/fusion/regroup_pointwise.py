@@ -87,7 +87,7 @@ class _Groups:
         return found
 
     def connected(self, op: Op) -> set[str]:
-        """Results of `op`, and of all pointwise ops of the same shape that read or compute values of these, directly or indirectly."""
+        """Results of the group of `op`: `op`, and pointwise ops of its shape that are connected to it by operands or results."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()

@@ -141,7 +141,7 @@ class _Sinking:
             yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
 
     def cost(self, terms: TensorType, name: str) -> int:
-        """Cost of a reduction as one int: orders by the number of bytes, then by the number of communications."""
+        """Cost of a reduction as one int, which orders reductions by number of bytes, and then by number of communications."""
         moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
         return int(moved * 2**20) + count
 

@@ -62,7 +62,7 @@ class _Matmuls:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
-        """Folds a launch into a matmul whose result the launch reads, the last such matmul if possible. None if no matmul is possible."""
+        """Folds a launch into a matmul whose result the launch reads. Prefers the last such matmul. None if the launch fits no matmul."""
         if launch.kernel not in self.kernels:
             return None
         made = [(*found, src) for src in launch.srcs if (found := self.matmul_of(src, place))]

@@ -257,7 +257,7 @@ class Links:
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if there is none."""
+        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if it can do both."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:

@@ -13,9 +13,9 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. Other matmuls of one operand with large
-weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between the matmuls and the
-kernel move after the kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. Other matmuls with a common
+first operand, large weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between
+the matmuls and the kernel move after the kernel.
 """
 
 from collections.abc import Collection, Iterator
@@ -40,7 +40,7 @@ PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
 MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
-LEAST_BYTES = 2 << 20  # least weights of a concurrent matmul; reading fewer takes less time than a fork
+LEAST_BYTES = 2 << 20  # minimum weights of a concurrent matmul; reading fewer bytes takes less time than a fork
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -86,7 +86,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls of one operand that can move down to the last of them and run concurrently."""
+    """Groups of matmuls with the same first operand. The matmuls of a group can move down to the last one and run concurrently."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):

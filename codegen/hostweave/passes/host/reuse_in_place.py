@@ -126,7 +126,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """If only a copy uses the result of a kernel, moves the kernel there, and lets it write to the destination of the copy."""
+        """If only a copy uses the result of a kernel, replaces the copy by the kernel, which then writes to the destination of the copy."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
@@ -164,12 +164,12 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all uses of a buffer are in the `on` body around `place`. The view that replaces the allocation is in scope there."""
+        """True if all uses of a buffer are in the `on` body around `place`, where the view that replaces the allocation is defined."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `into` is in a window, or if `gone` is not."""
+        """True if `into` is in a window, or need not be because `gone` is not in one."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 

@@ -34,7 +34,7 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> its view, for which memory is allocated; the value's op writes there
+    inverse_view: dict[str, Op]  # value -> its view, for which memory is allocated; the value's op writes into this memory
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; their shards are stored contiguously
 
@@ -56,7 +56,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value. False if a consumer is a slice or transpose, because such a view is of the whole value."""
+    """True if only this loop uses a value. False if a consumer is a slice or transpose, which is a view of the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
