@@ -72,3 +72,8 @@ def test_lines_that_moved_are_the_same_program(tmp_path: Path) -> None:
     texts = [render(host)["program.cpp"] for host in (first, second)]
     assert [comments(text) for text in texts] == [["// nasty.py:5  a = hw.relu(x)"], ["// nasty.py:7  a = hw.relu(x)"]]
     assert re.sub("//.*", "//", texts[0]) == re.sub("//.*", "//", texts[1])
+
+
+def test_lines_of_a_file_that_has_changed(tmp_path: Path) -> None:
+    for line in ("a = hw.relu(x)", "b = hw.sigmoid(x)"):
+        assert comments(render(program(tmp_path, (line,)))["program.cpp"]) == [f"// nasty.py:5  {line}"]

@@ -55,6 +55,7 @@ class Location:
         while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(others)):
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno
+        linecache.checkcache(path)  # the file may have changed
         return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))
 
 

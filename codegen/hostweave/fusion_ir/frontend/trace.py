@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -308,7 +307,6 @@ class _Trace:
 
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Tensor]) -> Any:
         """Calls the user's function, and names tensors after its variables."""
-        linecache.checkcache()  # a file may have changed since an earlier trace read it
         outer = being_traced.set(self)
         try:
             returned = function(**arguments)
