@@ -70,7 +70,7 @@ class KernelFacts:
     @cached_property
     def key(self) -> tuple[object, ...]:
         """Key of the kernel. Kernels that differ only in names have equal keys."""
-        values = {name: number for number, name in enumerate((*self.types, *self.ir.places))}
+        values = {name: number for number, name in enumerate((*self.types, *self.ir.accesses))}
         integers, letters = self.loops.integers, self.ir.letters()
 
         def of(value: object) -> object:
@@ -135,10 +135,10 @@ class KernelFacts:
             return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
-    def jump(self, place: str, name: str) -> str:
-        """C++ for the offset of index `place` along an input's lane, the dim over which no loop iterates."""
+    def jump(self, index: str, name: str) -> str:
+        """C++ for the offset of `index` along an input's lane, the dim over which no loop iterates."""
         stride = self.ir.lanes[name].stride
-        return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
+        return index if stride == ONE else f"{index} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
         """Yields the operands of an op, each as often as the C++ of the op uses it."""
@@ -172,9 +172,9 @@ class KernelFacts:
         """Name of the local variable that holds a vector of elements of an input."""
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
-    def indexed(self, name: str, place: str) -> str:
+    def indexed(self, name: str, access: str) -> str:
         """Name for an element that contains its indices, such as `x_ij`."""
-        return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(place)))]).rstrip("_")
+        return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(access)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))

@@ -225,17 +225,17 @@ class LoopPrinter:
         yield conditions
         self.starts = outer
 
-    def indices(self, place: str) -> list[tuple[str, Size, LoopDim, Size]]:
+    def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
         """Indices of an element, each with its stride, its dim, and the start of the operand along this dim inside a concat or pad."""
-        loops, parts = self.ir, self.ir.space.parts.get(place, {})
+        loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
-        terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
-        if loops.is_linear(place) and not loops.transposed:
+        terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
+        if loops.is_linear(access) and not loops.transposed:
             moved = sum((start * stride for _, stride, dim, start in terms if dim in loops.kept), ir.ZERO)
             terms = [(self.element, ONE, loops.kept[-1], moved), *terms[len(loops.kept) :]]
         return [term for term in terms if term[1] != ir.ZERO]
 
-    def terms(self, place: str, lane: str = "") -> list[tuple[str, Size]]:
+    def terms(self, access: str, lane: str = "") -> list[tuple[str, Size]]:
         """Terms (index, stride) of an element's offset. For a vector, the offset of its first element, or of its element `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
@@ -243,19 +243,19 @@ class LoopPrinter:
             text = text if start == ir.ZERO else f"{text} - {self.integers.factor(start)}"
             return f"({text})" if start != ir.ZERO or (text is not name and stride != ONE) else text
 
-        return [(index(*term), term[1]) for term in self.indices(place)]
+        return [(index(*term), term[1]) for term in self.indices(access)]
 
-    def row_terms(self, place: str) -> list[tuple[str, Size]]:
+    def row_terms(self, access: str) -> list[tuple[str, Size]]:
         """Terms of the offset of a row's first element."""
-        return [term for term in self.terms(place) if term[0] != self.names[self.ir.along]]
+        return [term for term in self.terms(access) if term[0] != self.names[self.ir.along]]
 
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
         """C++ pointer to the element with the given offset terms, such as `x + i * N + j`."""
         return f"{pointer} + {self.sum_of(terms)}" if terms else pointer
 
-    def offset(self, place: str) -> str:
+    def offset(self, access: str) -> str:
         """C++ for the offset of an element, such as `i * N + j`. For element `e` of a vector: `i * N + j + e`."""
-        return self.sum_of(self.terms(place, self.lane))
+        return self.sum_of(self.terms(access, self.lane))
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
         if len(terms) == 1 and terms[0][1] == ONE:

@@ -100,9 +100,9 @@ class KernelEmitter(KernelFacts):
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
         return EmittedKernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
 
-    def lane(self, pointer: str, place: str) -> str:
-        lane, size = self.ir.lanes[place], self.loops.integers.size
-        return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(place))}, {size(lane.size)}, {size(lane.stride)})"
+    def lane(self, pointer: str, access: str) -> str:
+        lane, size = self.ir.lanes[access], self.loops.integers.size
+        return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(access))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> EmittedKernel:
         """Emits the loop nests over the reduced dims, and stores of the results that have only kept dims."""

@@ -62,17 +62,17 @@ class Section:
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
         for name, value in values:
-            pointer, place = self.kernel.results[name], stored(name)
+            pointer, access = self.kernel.results[name], stored(name)
             element = f32 if self.is_rounded_by_store(name) else self.kernel.types[name].dtype
-            if self.is_wide and place in self.kernel.ir.packed:
-                local = self.kernel.names.of(self.kernel.indexed(name, place), f"elements to store of {name}")
+            if self.is_wide and access in self.kernel.ir.packed:
+                local = self.kernel.names.of(self.kernel.indexed(name, access), f"elements to store of {name}")
                 self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
-                self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(place))}, {local});")
-            elif place == self.kernel.ir.transposed:
+                self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(access))}, {local});")
+            elif access == self.kernel.ir.transposed:
                 self.give_back(name, element.cpp, value)
             else:
-                self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
+                self.stores.append(f"{pointer}[{self.kernel.loops.offset(access)}] = {value};")
 
     def row(self, name: str) -> str:
         """Local variable that holds a row of a computed value in registers. At the first use, emits its computation outside the loops."""
@@ -111,14 +111,14 @@ class Section:
 
     def store_update(self, op: Op) -> None:
         """Stores an element of an update at the indices that the op's operands contain, if this rank has that row."""
-        _, update, *places = op.tensors
-        kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
+        _, update, *bounds = op.tensors
+        kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
         value = self.element(update) if update in kernel.pointers else _converted(self.value(update), dtype, dtype)
-        terms, held = [(loops.offset(place), ONE)] if loops.terms(place) else [], []
+        terms, held = [(loops.offset(access), ONE)] if loops.terms(access) else [], []
         axes = op[ORDER]
-        for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
-            at = f"{place} {axis}"
+        for axis, start, rows in zip(axes, bounds[::2], bounds[1::2], strict=True):
+            at = f"{access} {axis}"
             lane, row = kernel.ir.lanes[at], loops.shifted(self.value(start), [(loops.offset(at), ONE)] if loops.terms(at) else [])
             if first := kernel.first_row(rows):
                 local = Word(kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}"))
@@ -163,7 +163,7 @@ class Section:
         """Yields the operands of a value that this scope must compute first. None exist if the value is loaded or computed elsewhere."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
-            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` and `moved_element` read the others
+            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the others
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
@@ -201,10 +201,10 @@ class Section:
         """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector."""
         if name not in self.kernel.pointers and name not in self.kernel.results:
             return self.kernel.names.of(name, "local")
-        place = name if name in self.kernel.pointers else stored(name)
-        if self.is_wide and place in self.kernel.ir.packed:
+        access = name if name in self.kernel.pointers else stored(name)
+        if self.is_wide and access in self.kernel.ir.packed:
             return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", f"element of {name}")
-        return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
+        return self.kernel.names.of(self.kernel.indexed(name, access), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
         """C++ of a value, and True if the C++ is short enough to be nested in another expression."""
@@ -328,14 +328,14 @@ class Section:
             self.lines.append(f"const {kind} {self.texts[key]}({self.value(name)});")
         return self.texts[key]
 
-    def place(self, op: Op) -> tuple[str, str]:
+    def index_of(self, op: Op) -> tuple[str, str]:
         """Index at which a gathering op reads its operand, and the C++ condition that this rank has that index.
 
         The condition is empty if the rank has all rows.
         """
         if self.outer and not self.kernel.ir.moves_inside(op):
-            return self.outer.place(op)
-        if (name := f"{op.result.name} place") not in self.texts:
+            return self.outer.index_of(op)
+        if (name := f"{op.result.name} index") not in self.texts:
             self.texts[name] = self.number_in_order(op) if gathers_in_order(op) else self.value(op.tensors[1])
             if op.tensors[1:] and (first := self.kernel.first_row(op.tensors[2])):
                 local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
@@ -348,7 +348,7 @@ class Section:
     def number_in_order(self, op: Op) -> str:
         """Declares a local variable with the index along the axis. In the second half of a zigzag order the index decreases."""
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
-        local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.lane_size(op.tensors[0])
+        local, size = self.kernel.names.of(f"{op.result.name}_from", "index"), self.kernel.lane_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
         self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
         return local
@@ -363,8 +363,8 @@ class Section:
         """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have the same index,
         they are loaded as a vector."""
         kernel, loops = self.kernel, self.kernel.loops
-        x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
-        moved = kernel.jump(place, x)
+        x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
+        moved = kernel.jump(index, x)
         if self.is_wide and x in kernel.ir.packed and not kernel.ir.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
             load = f"hw::load<kWidth>({loops.shifted(kernel.pointers[x], [(moved, ONE), *loops.terms(x)])})"

@@ -30,63 +30,63 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
     moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes only in part
-    places = _places(kernel, space, memory, moved)
+    accesses = _accesses(kernel, space, memory, moved)
     order = list(space.sizes)
 
     def dim(index: str) -> LoopDim:
-        strides = tuple(own.get(index, ZERO) for own in places.values())
+        strides = tuple(own.get(index, ZERO) for own in accesses.values())
         return LoopDim(space.sizes[index], strides, order.index(index), (index,))
 
-    kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, places)]
+    kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, accesses)]
     reduced = merged([dim(index) for index in space.reduced])
     lanes = _lanes(space, memory, moved, (*inputs, *results))
-    return Loops(kernel, space, memory, tuple(places), lanes, tuple(kept), tuple(reduced))
+    return Loops(kernel, space, memory, tuple(accesses), lanes, tuple(kept), tuple(reduced))
 
 
-def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> LoopDim:
+def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
     """The loop dim of size 1 for a kernel that keeps no index. It has the strides of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
-    return LoopDim(ONE, tuple(strides.get(place, ZERO) for place in places))
+    return LoopDim(ONE, tuple(strides.get(access, ZERO) for access in accesses))
 
 
-def _places(
+def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Strides of the loop indices in each place: in inputs, results, and values of indices."""
-    places: dict[str, dict[str, Size]] = {}
+    """Strides of the loop indices in each access: in inputs, results, and values of indices."""
+    accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
-    for name, (place, buffer) in zip(named, memory.items(), strict=True):
+    for name, (access, buffer) in zip(named, memory.items(), strict=True):
         own = enumerate(zip(space.indices[name], strides_of(buffer), strict=True))
-        places[place] = {index: stride for i, (index, stride) in own if index is not None and i not in moved.get(place, ())}
-    for place, axes in moved.items():
+        accesses[access] = {index: stride for i, (index, stride) in own if index is not None and i not in moved.get(access, ())}
+    for access, axes in moved.items():
         indices = space.indices[kernel.results[0].name]
-        places |= {f"{place} {i}": {index: ONE} if (index := indices[i]) else {} for i in axes}
+        accesses |= {f"{access} {i}": {index: ONE} if (index := indices[i]) else {} for i in axes}
     for op in kernel.ops:
         indices = space.indices[op.result.name]
         joined = {span.dim for spans in space.joined.get(op.result.name, ()) for span in spans}
         needed = (op[AXIS], op[HALVES]) if gathers_in_order(op) else sorted(joined)
-        places |= {index_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in needed}
+        accesses |= {index_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in needed}
         if op.kind == "iota":
             counted: Iterable[str | None] = indices
         elif OPS[op.kind].locates:
             counted = reduced_indices(op, space.indices)
         else:
             continue
-        places[op.result.name] = {index: ONE for index in counted if index is not None}
-    return places
+        accesses[op.result.name] = {index: ONE for index in counted if index is not None}
+    return accesses
 
 
 def _lanes(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Lane]:
-    """Size and stride of each dim over which no loop iterates, by place. Includes the dims of which an update writes only a part."""
+    """Size and stride of each dim over which no loop iterates, by access. Includes the dims of which an update writes only a part."""
 
-    def lane(place: str, dim: int) -> Lane:
-        return Lane(memory[place].shape[dim], strides_of(memory[place])[dim])
+    def lane(access: str, dim: int) -> Lane:
+        return Lane(memory[access].shape[dim], strides_of(memory[access])[dim])
 
     pairs = zip(named, memory, strict=True)
-    return {f"{place} {i}": lane(place, i) for place, axes in moved.items() for i in axes} | {
-        place: lane(place, space.lanes[name]) for name, place in pairs if name in space.lanes
+    return {f"{access} {i}": lane(access, i) for access, axes in moved.items() for i in axes} | {
+        access: lane(access, space.lanes[name]) for name, access in pairs if name in space.lanes
     }

@@ -59,7 +59,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class LoopDim:
-    """A loop over a dim: its size, and the stride of its index in each place (see `Loops`)."""
+    """A loop over a dim: its size, and the stride of its index in each access (see `Loops`)."""
 
     size: Size
     strides: tuple[Size, ...]
@@ -79,14 +79,14 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    A place is an input, a result in memory (see `stored`), or an index (see `index_at`). Its offset depends on the loop indices. `outer` is
-    the size for which OUTERMOST stands.
+    An access is an input, a result in memory (see `stored`), or an index (see `index_at`). Its offset depends on the loop indices. `outer`
+    is the size for which OUTERMOST stands.
     """
 
     kernel: ir.Kernel
     space: Iteration
     memory: Mapping[str, BufferType]
-    places: tuple[str, ...]
+    accesses: tuple[str, ...]
     lanes: Mapping[str, Lane]
     kept: tuple[LoopDim, ...]
     reduced: tuple[LoopDim, ...]
@@ -167,14 +167,14 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim, and all other places along the
+        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim, and all other accesses along the
         last dim."""
-        return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
+        return next(access for access in self.stores if self.stride(access, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
     def packed(self) -> set[str]:
         """Places that are contiguous along the vectorised dim."""
-        return {place for place in self.memory if self.stride(place, self.along) == ONE}
+        return {access for access in self.memory if self.stride(access, self.along) == ONE}
 
     @property
     def has_rows(self) -> bool:
@@ -195,27 +195,27 @@ class Loops:
         """Size of the innermost reduced dim, or None if no dim is reduced. For an op on lanes, size of a lane of the result or operand."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
-            return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
+            return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size
         return self.reduced[-1].size if self.reduced else None
 
-    def stride(self, place: str, dim: LoopDim) -> Size:
-        return dim.strides[self.places.index(place)]
+    def stride(self, access: str, dim: LoopDim) -> Size:
+        return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
         """Writes a multiple of the outermost size as a multiple of the parameter OUTERMOST. Other sizes stay."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
-    def is_linear(self, place: str) -> bool:
-        """True if the offset in a place equals the linear index of the kept dims."""
-        return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
+    def is_linear(self, access: str) -> bool:
+        """True if the offset in an access equals the linear index of the kept dims."""
+        return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
         """Sizes that must be multiples of the vector width: the size of the vectorised dim, bounds of a concat's operands along this dim,
         and strides of other dims."""
-        packed = [place for place in self.memory if place in self.packed]
-        rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
-        jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
+        packed = [access for access in self.memory if access in self.packed]
+        rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
+        jumps = [lane.stride for access, lane in self.lanes.items() if access in self.packed]
         spans = [span for operands in self.space.joined.values() for operand in operands for span in operand]
         ends = [end for span in spans if span.index in self.along.indices for end in (span.start, span.end) if end != ZERO]
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
@@ -224,8 +224,8 @@ class Loops:
         """Positions of the kept dims whose indices must be computed from the linear index, because an offset depends on them."""
         if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
-        scattered = [place for place in self.places if not self.is_linear(place)]
-        return [i for i, dim in enumerate(self.kept) if any(self.stride(place, dim) != ZERO for place in scattered)]
+        scattered = [access for access in self.accesses if not self.is_linear(access)]
+        return [i for i, dim in enumerate(self.kept) if any(self.stride(access, dim) != ZERO for access in scattered)]
 
     # --- scopes ---
 
@@ -261,11 +261,11 @@ class Loops:
                 yield f"{verb} " + ", ".join(f"{letters[dim]} in {dim.size}" for dim in dims)
         if self.outer:
             yield f"{OUTERMOST} = {self.outer}"
-        for place in self.places:
-            terms = [(letters[dim], self.stride(place, dim)) for dim in self.dims if self.stride(place, dim) != ZERO]
+        for access in self.accesses:
+            terms = [(letters[dim], self.stride(access, dim)) for dim in self.dims if self.stride(access, dim) != ZERO]
             offset = " + ".join(index if stride == ONE else f"{index} * {stride}" for index, stride in terms) or "0"
-            lane = f", lane of {self.lanes[place].size} every {self.lanes[place].stride}" if place in self.lanes else ""
-            yield f"%{place}{f': {self.memory[place].dtype}' if place in self.memory else ''} at {offset}{lane}"
+            lane = f", lane of {self.lanes[access].size} every {self.lanes[access].stride}" if access in self.lanes else ""
+            yield f"%{access}{f': {self.memory[access].dtype}' if access in self.memory else ''} at {offset}{lane}"
         for number, walk in enumerate(self.walks):
             reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
@@ -290,7 +290,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
-    """Merges adjacent dims over which one loop with one stride per place can iterate. Removes dims of size 1."""
+    """Merges adjacent dims over which one loop with one stride per access can iterate. Removes dims of size 1."""
     result: list[LoopDim] = []
     for dim in dims:
         if dim.size == ONE:
@@ -303,7 +303,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Place of a result in memory, as a key of maps such as `Loops.memory`. The name of the result alone is the value before the store."""
+    """Access of a result in memory, as a key of maps such as `Loops.memory`. The name of the result alone is the value before the store."""
     return f"{result} stored"
 
 
@@ -313,5 +313,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Place of an index that determines which element an op reads, as a key of the same maps as `stored`."""
+    """Access of an index that determines which element an op reads, as a key of the same maps as `stored`."""
     return f"{op.result.name} {dim}"

@@ -32,10 +32,10 @@ def transpose(loops: Loops, machine: Machine) -> Loops:
 
 
 def _writes_across(loops: Loops) -> bool:
-    """True if one result is contiguous along the first dim, and all other places are contiguous or constant along the last dim."""
-    strides = {place: tuple(loops.stride(place, dim) for dim in loops.kept) for place in loops.memory}
-    across = [place for place, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
-    others = [both for place, both in strides.items() if place not in across]
+    """True if one result is contiguous along the first dim, and all other accesses are contiguous or constant along the last dim."""
+    strides = {access: tuple(loops.stride(access, dim) for dim in loops.kept) for access in loops.memory}
+    across = [access for access, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
+    others = [both for access, both in strides.items() if access not in across]
     is_one = len(across) == 1 and across[0] in loops.stores and loops.memory[across[0]].dtype.itemsize <= BYTES
     is_read = any(last == ONE and first != ZERO for first, last in others)
     return is_one and is_read and all(last in (ZERO, ONE) for _, last in others)

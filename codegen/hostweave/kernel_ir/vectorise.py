@@ -19,11 +19,11 @@ ACCESS = 16  # bytes per vectorised access
 
 def vectorise(loops: Loops, machine: Machine) -> Loops:
     """Chooses the number of consecutive elements per access."""
-    scattered = any(loops.stride(place, loops.along) not in (ZERO, ONE) for place in loops.stores - {loops.transposed})
+    scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {loops.transposed})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # a reduction reads more than it stores
     if not helpful or scattered or loops.takes_lanes or loops.updates:
         return loops
-    width = ACCESS // max(loops.memory[place].dtype.itemsize for place in loops.packed)
+    width = ACCESS // max(loops.memory[access].dtype.itemsize for access in loops.packed)
     while any(size.is_int and int(size) % width for size in loops.divided()):
         width //= 2
     return replace(loops, width=width)

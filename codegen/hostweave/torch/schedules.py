@@ -21,45 +21,45 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def schedule_of(name: str, stages: int, places: int, microbatches: int) -> list[Action]:
+def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[Action]:
     """Actions of all parts of the mesh in one order, in which each action follows the actions on which it depends.
 
-    Stage s is at coordinate `s % places` of the mesh axis. "auto" returns 1F1B, or its interleaved form if a coordinate has several stages.
+    Stage s is at coordinate `s % parts` of the mesh axis. "auto" returns 1F1B, or its interleaved form if a coordinate has several stages.
     The compiler may then change this order (`passes/fusion/order_stages.py`).
     Raises ProgramError for an unknown schedule, or for one that does not fit these numbers.
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")
-    if stages % places:
-        why = f"{stages} stages cannot be divided evenly among the {places} parts of the mesh"
-        raise ProgramError(f"hostweave.torch.compile: {why}; cut the module into a multiple of {places}")
-    each = stages // places
+    if stages % parts:
+        why = f"{stages} stages cannot be divided evenly among the {parts} parts of the mesh"
+        raise ProgramError(f"hostweave.torch.compile: {why}; cut the module into a multiple of {parts}")
+    each = stages // parts
     if name == "1f1b" and each > 1:
         why = f"each part of the mesh has {each} stages, but 1f1b supports one"
         raise ProgramError(f'hostweave.torch.compile: schedule="1f1b": {why}; use schedule="interleaved"')
     if name == "interleaved" and each == 1:
         why = "each part of the mesh has only one stage"
         raise ProgramError(f'hostweave.torch.compile: schedule="interleaved": {why}; use schedule="1f1b", or more stages')
-    if each > 1 and name != "gpipe" and microbatches % places:
-        why = f"{microbatches} micro-batches cannot be divided evenly among the {places} parts of the mesh"
-        raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {places}")
-    return _merged([_of_place(name, place, each, places, microbatches) for place in range(places)], stages)
+    if each > 1 and name != "gpipe" and microbatches % parts:
+        why = f"{microbatches} micro-batches cannot be divided evenly among the {parts} parts of the mesh"
+        raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {parts}")
+    return _merged([_of_part(name, coordinate, each, parts, microbatches) for coordinate in range(parts)], stages)
 
 
-def _of_place(name: str, place: int, each: int, places: int, microbatches: int) -> list[Action]:
+def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: int) -> list[Action]:
     """Actions of one part of the mesh, in Megatron's order of interleaved 1F1B (https://arxiv.org/abs/2104.04473). With one stage it is
     1F1B.
 
-    zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241): coordinate p computes gradients of parameters p micro-batches later.
+    zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241): coordinate c computes gradients of parameters c micro-batches later.
     """
-    own = [place + number * places for number in range(each)]
+    own = [coordinate + number * parts for number in range(each)]
     if name == "gpipe":
         forward = [Action("forward", stage, one) for stage in own for one in range(microbatches)]
         return forward + [Action("backward", stage, one) for stage in reversed(own) for one in range(microbatches)]
-    groups = [range(first, min(first + places, microbatches)) for first in range(0, microbatches, places)]
+    groups = [range(first, min(first + parts, microbatches)) for first in range(0, microbatches, parts)]
     forward = [Action("forward", stage, one) for group in groups for stage in own for one in group]
     backward = [Action("backward", stage, one) for group in groups for stage in reversed(own) for one in group]
-    ahead = min((places - place - 1) * (2 if each > 1 else 1) + (each - 1) * places, len(forward))
+    ahead = min((parts - coordinate - 1) * (2 if each > 1 else 1) + (each - 1) * parts, len(forward))
     order, later = forward[:ahead], list[Action]()
     for number, action in enumerate(backward):
         order += forward[ahead + number : ahead + number + 1]
@@ -68,7 +68,7 @@ def _of_place(name: str, place: int, each: int, places: int, microbatches: int) 
             continue
         order.append(action._replace(kind="input"))
         later.append(action._replace(kind="weight"))
-        if len(later) > place:
+        if len(later) > coordinate:
             order.append(later.pop(0))
     return order + later
 
@@ -79,14 +79,14 @@ def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):
         before = len(merged)
-        for place, order in enumerate(waiting):
+        for coordinate, order in enumerate(waiting):
             while order and (start := _start(order[0], done, stages)) is not None:
                 kind, stage, one = action = order.pop(0)
-                begin = max(start, free[place])
-                free[place] = begin + 1
+                begin = max(start, free[coordinate])
+                free[coordinate] = begin + 1
                 if kind != "weight":
                     done[kind == "forward", stage, one] = begin + 1
-                merged.append((begin, place, action))
+                merged.append((begin, coordinate, action))
         assert len(merged) > before, "each schedule ends"
     return [action for *_, action in sorted(merged, key=lambda one: one[:2])]
 

@@ -186,11 +186,11 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     replica_of: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
     copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks found there so far, minus 1
     for rank in new.all_ranks:
-        place = _shard_position(target, new, rank)
-        replica_of[rank] = copies[place] = copies.get(place, -1) + 1
+        position = _shard_position(target, new, rank)
+        replica_of[rank] = copies[position] = copies.get(position, -1) + 1
     routes = []
-    for (rank, received), (place, sent) in _block_sources(source, target, program).items():
-        holding = holders[place]
+    for (rank, received), (position, sent) in _block_sources(source, target, program).items():
+        holding = holders[position]
         routes.append(Route(rank if rank in holding else holding[replica_of[rank] % len(holding)], sent, rank, received))
     return Transfer(tuple(dim.sent for dim in dims), tuple(dim.received for dim in dims), tuple(routes))
 
@@ -199,9 +199,9 @@ def _block_sources(source: TensorType, target: TensorType, program: Mesh) -> dic
     """Maps each receiver and its block index to the position of the source shard and the block index in that shard."""
     new, dims, sources = target.mesh_in(program), shared_dims(source, target, program), {}
     for rank in new.all_ranks:
-        place = _shard_position(target, new, rank)
+        position = _shard_position(target, new, rank)
         for received, cut in enumerate(product(*(range(dim.received) for dim in dims))):
-            found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
+            found = [dim.source(at, number) for dim, at, number in zip(dims, position, cut, strict=True)]
             sent = 0  # block index in row-major order
             for dim, (_, number) in zip(dims, found, strict=True):
                 sent = sent * dim.sent + number

@@ -74,7 +74,7 @@ class _Choice:
         self.ops = fusion.ops
         self.types = fusion.types
         self.made = fusion.made
-        self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
+        self.number = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
         self.rotations: dict[str, str | None] = {}  # streamed value -> the rotation of its loop
@@ -163,17 +163,17 @@ class _Choice:
             return []
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
-        here = self.place[member.name]
+        here = self.number[member.name]
         walked = {producer.name: producer.dim, member.name: member.dim}  # value computed in the loop -> its chunked dim
         found = []
         for op in others:
             stream = op.result.stream if op else None
             alike = stream is not None and replace(stream, dim=0) == replace(stated, dim=0)
-            if op is None or stream is None or not alike or op.callee or op.result.type.partial or self.place[op.result.name] < here:
+            if op is None or stream is None or not alike or op.callee or op.result.type.partial or self.number[op.result.name] < here:
                 return None
             indices = index_map(op, operand_types(op, self.types))
             taken = [(name, indices.operand_dim(i, stream.dim)) for i, name in enumerate(op.operands) if isinstance(name, str)]
-            if any(walked[name] != dim if name in walked else self.place.get(name, -1) > here for name, dim in taken):
+            if any(walked[name] != dim if name in walked else self.number.get(name, -1) > here for name, dim in taken):
                 return None
             walked[op.result.name] = stream.dim
             found.append(self.member(op, stream.dim))
@@ -181,7 +181,7 @@ class _Choice:
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
         """True if `op` is None, which stands for the return of the value, or if `op` follows the member and is not streamed."""
-        return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
+        return op is None or (op.result.stream is None and self.number[op.result.name] > self.number[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
         """Warns if the gather of an operand stays before the loop because it has other consumers. The loop then has no communication."""
@@ -321,7 +321,7 @@ class _Choice:
         for op in self.ops:
             if op.result.name not in moved:
                 members = [op, *(member.op for member in self.joined.get(op.result.name, []))]
-                yield from map(self.streamed, sorted(members, key=lambda op: self.place[op.result.name]))
+                yield from map(self.streamed, sorted(members, key=lambda op: self.number[op.result.name]))
 
     def streamed(self, op: Op) -> Op:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))

@@ -115,10 +115,10 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     transfers = _Transfers(fusion, options)
     alone: list[Op] = []
     for op in candidates:
-        place = ops.index(op)
-        earlier, hidden = hidden_beside(ops, place, times)
+        index = ops.index(op)
+        earlier, hidden = hidden_beside(ops, index, times)
         if hidden >= HIDDEN_SECONDS:
-            del ops[place]
+            del ops[index]
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
             alone.append(op)

@@ -47,7 +47,7 @@ class _Group:
 class _Groups:
     def __init__(self, fusion: Fusion):
         self.fusion, self.made, self.uses, self.types = fusion, fusion.made, consumers(fusion), fusion.types
-        self.places = {op.result.name: place for place, op in enumerate(fusion.ops)}
+        self.numbers = {op.result.name: number for number, op in enumerate(fusion.ops)}
         self.seen: set[str] = set()
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
@@ -69,7 +69,7 @@ class _Groups:
     def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
         """Shapes to which the group could move: those in which kernels compute its reshaped operands, or read its reshaped values."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
-        for result in sorted(reshapes, key=self.places.__getitem__):
+        for result in sorted(reshapes, key=self.numbers.__getitem__):
             (source,) = self.made[result].tensors
             made = self.made.get(source)
             if source not in names and self.types[result].shape == have and made and _is_kernel(made):
