@@ -141,6 +141,25 @@ def test_number_of_repeats(function: Any, repeats: int) -> None:
     check(lower(model, Options()), fusion=model)
 
 
+def test_a_first_layer_that_differs_keeps_its_inputs_apart() -> None:
+    """The inputs of the other layers form groups, although the names of the first layer's inputs continue theirs."""
+
+    @hw.block(x=hw.f32["M@x", "E"], u=hw.f32["E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, u: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w, -1, 1) + u
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **{f"{name}_{i}": hw.f32["E"] for i in range(4) for name in "uw"})
+    def model(x: hw.Tensor, **given: hw.Tensor) -> hw.Tensor:
+        x = x * given["w_0"] + given["u_0"]
+        for i in range(1, 4):
+            x = layer(x, given[f"u_{i}"], given[f"w_{i}"])
+        return x
+
+    assert [op.kind for op in model.ops if op.callee] == ["repeat"]
+    (once,) = run_reference(unrolled(model), arrays_of(model))
+    np.testing.assert_array_equal(run_reference(model, arrays_of(model)), [once])
+
+
 def test_functions_that_differ_in_one_attribute_are_separate_repeats() -> None:
     def block(factor: float) -> Any:
         def layer(x: hw.Tensor) -> hw.Tensor:

@@ -236,7 +236,7 @@ class Runs:
         in_column = {name: column for column in wanted for name in column}
         at = 0
         while at < len(names):
-            rows = self.rows(names, at, wanted)
+            rows = self.rows(names, at, wanted, in_column)
             if rows:
                 found.append(rows)
                 at += len(rows) * len(rows[0])
@@ -247,7 +247,9 @@ class Runs:
                 at += 1
         return found
 
-    def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object]) -> tuple[Column, ...] | None:
+    def rows(
+        self, names: list[str], begin: int, wanted: Mapping[Column, object], in_column: Mapping[str, Column]
+    ) -> tuple[Column, ...] | None:
         """Columns that are interleaved from index `begin` on. At least one is in `wanted`, and each other column is in `wanted` or can be a
         group. None if there are no such columns."""
         for column in wanted:
@@ -259,7 +261,8 @@ class Runs:
             if first - begin >= stride or stride < 1 or begin + stride * length > len(names):
                 continue
             columns = tuple(tuple(names[begin + of : begin + stride * length : stride]) for of in range(stride))
-            if column in columns and all(one in wanted or self.is_group(one) for one in columns):
+            others = [one for one in columns if one not in wanted]
+            if column in columns and all(self.is_group(one) and in_column.keys().isdisjoint(one) for one in others):
                 return columns
         return None
 
