@@ -1,4 +1,4 @@
-// Milestones on GPUs: events, and in graphs words that kernels increment.
+// Milestones on GPUs are events. In graphs, they are words in memory, which kernels increment.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -23,7 +23,7 @@ __global__ void count_up(uint64_t* count, uint64_t* shown);
 namespace {
 
 constexpr int kWords = 1 << 16;      // maximum milestones in the graphs of a program on a rank
-constexpr int kFirstWord = 1 << 30;  // milestones from here on are words, smaller ones are events
+constexpr int kFirstWord = 1 << 30;  // milestones from this number on are words; smaller numbers are events
 
 // Counts in GPU memory, and copies of them in host memory, which the host can read while the GPU hangs.
 struct Words {

@@ -121,7 +121,6 @@ class DefUse:
         return self.types[name].strides is None
 
     def instructions(self, kind: type[Kind]) -> list[tuple[Place, Kind]]:
-        """The instructions of a class, in program order."""
         return [(place, i) for place in self.places if isinstance(i := place.instruction, kind)]
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:

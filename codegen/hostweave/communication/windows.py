@@ -25,7 +25,6 @@ def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) 
 
 
 def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
-    """Alias roots of these buffers."""
     roots = tree.AliasRoots()
     for i in tree.walk(body):
         roots.define(i)

@@ -143,7 +143,6 @@ class ProgramSources:
 
     @property
     def kernel_names(self) -> list[str]:
-        """Names of all kernels that the program launches."""
         return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
 
     @property
@@ -173,7 +172,6 @@ class ProgramSources:
 
     @property
     def arena(self) -> str:
-        """C++ class of the arena that holds the temporaries."""
         return "WindowArena" if self.window_channels else "Arena"
 
     @property
@@ -194,7 +192,6 @@ class ProgramSources:
 
 
 def _lookup(channel: ChannelMember) -> str:
-    """C++ expression that initialises a channel member."""
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 

@@ -119,7 +119,6 @@ class ReshardStep:
 
 
 def step_of(op: Op) -> ReshardStep:
-    """The reshard step of an op."""
     facts: dict[str, Any] = {name: value.names if isinstance(value, MeshAxes) else value for name, value in op.attributes}
     return ReshardStep(op.kind, **facts, target=op.result.type if OPS[op.kind].target else None)
 

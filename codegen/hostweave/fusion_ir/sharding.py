@@ -26,7 +26,6 @@ def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) 
 
 
 def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
-    """Replaces the axes of one dim."""
     return with_layout(type, (*layout(type)[:dim], axes, *layout(type)[dim + 1 :]), type.partial)
 
 

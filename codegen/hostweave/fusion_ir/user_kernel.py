@@ -91,7 +91,6 @@ def expect_one_thread(kernel: UserKernel) -> None:
 
 
 def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """Local size of a dim."""
     return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
 
 

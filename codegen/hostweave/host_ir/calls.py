@@ -35,7 +35,6 @@ def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
 
 
 def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, ...]:
-    """The kernels that a body launches."""
     names = {name for i in tree.walk(body) for name in tree.names(i, "launch")}
     return tuple(kernel for kernel in kernels if kernel.name in names)
 

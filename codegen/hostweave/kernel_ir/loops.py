@@ -137,7 +137,6 @@ class Loops:
         return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     def dtype(self, name: str) -> DType:
-        """Dtype of an input or value."""
         given = (p.type.dtype for p in self.kernel.inputs if p.name == name)
         return next(given, None) or next(op.result.type.dtype for op in self.kernel.ops if op.result.name == name)
 

@@ -40,7 +40,6 @@ class GlobalCall:
     results: tuple[GlobalResult, ...]  # one per output
 
     def global_shapes(self) -> list[Shape]:
-        """Shapes of the global inputs."""
         return [view.global_shape for view in self.inputs[0]]
 
     def memory_blocks(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:

@@ -79,7 +79,6 @@ class Timeline:
 
     @property
     def totals(self) -> tuple[Totals, ...]:
-        """Totals of each rank."""
         return tuple(self._totals(rank) for rank in self.ranks)
 
     def _totals(self, rank: int) -> Totals:

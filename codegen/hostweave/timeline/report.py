@@ -109,7 +109,6 @@ class Report:
         return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=self._data())
 
     def svg(self) -> str:
-        """Returns the picture as SVG."""
         return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
 
     def perfetto(self) -> str:

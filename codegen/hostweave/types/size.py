@@ -139,7 +139,6 @@ class Size:
         return product((Size(self.coefficient, (), self.divisor), *map(of_factor, self.factors)))
 
     def replaced(self, values: Mapping[Factor, Size]) -> Size:
-        """Replaces factors by sizes."""
         if not any(factor in values for factor in self.factors):
             return self
         remaining = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)

@@ -50,7 +50,6 @@ def order_of_pieces(ranks: int) -> tuple[int, ...]:
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Inverse permutation."""
     return tuple(map(order.index, range(len(order))))
 
 

@@ -6,7 +6,8 @@
 
 #include <dlfcn.h>
 #include <nccl.h>
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // NCCL creates signals with the communicator
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && \
+    !defined(HOSTWEAVE_CPU_DEVICE)  // since 2.32 NCCL creates signals with the communicator
 #define HOSTWEAVE_FINDS_SIGNALS
 #include <cuda.h>
 #endif
@@ -37,7 +38,7 @@ struct Signals {
   void* data = nullptr;
   size_t bytes = 0;
   int device = 0;
-  cudaStream_t stream = nullptr;  // for writing them
+  cudaStream_t stream = nullptr;  // writes the signals
 };
 
 std::mutex known_mutex;

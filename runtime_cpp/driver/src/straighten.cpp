@@ -8,7 +8,6 @@
 namespace hw {
 namespace {
 
-// Bit set of nodes.
 class Nodes {
  public:
   explicit Nodes(size_t nodes) : words_(uint64_t{0}, nodes / 64 + 1) {}
@@ -21,7 +20,6 @@ class Nodes {
   std::valarray<uint64_t> words_;
 };
 
-// Incoming edges by node.
 std::vector<std::vector<Edge>> edges_to(const std::vector<Edge>& edges, size_t nodes) {
   std::vector<std::vector<Edge>> result(nodes);
   for (const Edge& edge : edges) result[edge.to].push_back(edge);

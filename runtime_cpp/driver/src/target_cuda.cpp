@@ -118,7 +118,7 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
     if (!aborted && std::chrono::steady_clock::now() < end) continue;
     making->given_up = true;
     if (aborted) throw ExecutionError("the group has failed; call hw.init again");
-    throw ExecutionError("the channel of " + process_group.key + " is not made within " +
+    throw ExecutionError("the channel of " + process_group.key + " was not made within " +
                          std::to_string(std::lround(timeout_seconds)) + " seconds; NCCL_DEBUG=INFO says what NCCL waits for");
   }
   const ncclResult_t ncclCommInitRank = making->result;

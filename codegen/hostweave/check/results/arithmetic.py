@@ -68,7 +68,6 @@ _OVERRIDES = {"index": _index, "philox": _philox}
 
 
 def function_of(op: Op) -> Any:
-    """The function of an op, for arrays in lanes."""
     return _OVERRIDES.get(op.kind, OPS[op.kind].numpy)
 
 

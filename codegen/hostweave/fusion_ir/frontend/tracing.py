@@ -223,7 +223,6 @@ class Function:
         return (result, *rest) if len(made.outputs) > 1 else result
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        """Arguments in the order of the parameters."""
         if len(arguments) > len(self._parameters):
             self._refuse(f"{len(arguments)} are given")
         given = dict(zip(self._parameters, arguments, strict=False))

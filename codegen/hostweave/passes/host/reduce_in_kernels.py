@@ -68,7 +68,7 @@ def _block(i: ir.FromTo) -> str:
 
 
 class _Small(NamedTuple):
-    """A collective that kernels do, up to a number of elements that a rank sends to another one."""
+    """A collective that a kernel does if each rank sends at most `most` elements to each other rank."""
 
     place: Place
     i: ir.FromTo
@@ -101,7 +101,7 @@ class _Reducing:
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
-            # a result must not share memory with the term, because other threads may still send parts of it
+            # a result must not share memory with the term, because other threads may still send parts of the term
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 more, moved = self.more_gathers(small, end, [other for other in found if other.place.number not in edits])
                 edits |= {one.number: () for one in (place, *(other.place for other in more), *moved)}
@@ -146,8 +146,8 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def more_gathers(self, small: _Small, end: Place, found: list[_Small]) -> tuple[list[_Small], list[Place]]:
-        """Gathers that a kernel with a gather, launched at `end`, can do too. Also returns allocations and views that must move before the
-        launch."""
+        """Gathers that the kernel of another gather, launched at `end`, can do too. Also returns allocations and views that must move to
+        the launch."""
         gathers, moved = list[_Small](), list[Place]()
         for other in found if small.i.joins else ():
             place, i, _ = other

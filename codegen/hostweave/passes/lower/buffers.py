@@ -110,7 +110,6 @@ class Buffers:
         return [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
 
     def destination(self, op: Op, steps: LoopSteps | None) -> str:
-        """Buffer that an op writes."""
         value, stream = op.result, op.result.stream
         if steps is None or stream is None:
             return self.buffer_of(value.name)
