@@ -112,7 +112,7 @@ void free_shared(void* data) {
 
 MemoryCard with_memory(MemoryCard card, void* data) {
   card.data = data;
-  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();  // other processes then cannot access it
+  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();  // other processes cannot access this memory
   return card;
 }
 
