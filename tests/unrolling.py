@@ -71,7 +71,7 @@ class _Unrolling:
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
         taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
         firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
-        whole = results + len(function.inputs)  # outputs from this index on are the stacks of all carried values
+        whole = results + len(function.inputs)  # index of the first output that is a stack of a carried value of all calls
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
         for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
@@ -123,7 +123,7 @@ class _Unrolling:
         self.same.setdefault(stack, stack)
 
 
-@lru_cache(maxsize=1)  # the outputs of one program share the result
+@lru_cache(maxsize=1)  # computed once for all outputs of a program
 def inlined(fusion: Fusion) -> Fusion:
     """Inlines all calls of a traced program, including each call of a repeat.
 

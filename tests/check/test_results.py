@@ -45,8 +45,8 @@ def test_names_output_rank_and_element() -> None:
 @pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
-    """The sum of differences to the mean is 0. Its value in f64 is then set to 0, too, so its inverse is an infinity in any order of the
-    sum."""
+    """The sum of differences to the mean is 0 in the finite field. The check therefore sets its rounding error in f64 to 0, so that its
+    inverse is infinite for every order of the sum."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

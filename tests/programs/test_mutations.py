@@ -53,11 +53,11 @@ class Variant:
 
 
 SMALL = Variant(ranks=3, chunks=5, streams=4)
-ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream, the records and waits of this program are redundant
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream, records and waits of rings are redundant
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
-# Programs with the forks and joins of another program, which runs by default.
+# Only slow tests use these programs, because their forks and joins are the same as those of other programs.
 SIMILAR = ("add", "allreduce", "allreduce_rows", "epilogues", "matmul_m", "matmul_n", "matmul_ar_flat", "reduce_scatter", "two_loops")
 SIMILAR += ("ag_matmul", "ag_matmul_beside_sums", "ag_matmul_flat", "ag_matmul_flat_across", "ag_matmul_flat_chunked")
 SIMILAR += ("matmul_rs_through_bcast",)

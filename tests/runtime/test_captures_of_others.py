@@ -87,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # threads compare their calls: after a refused call, no rank is prepared
+        if ranks > 1:  # threads compare their calls, so a refused call leaves all ranks unprepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -151,8 +151,8 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """The watchdog detects that a launch by other code does not end, although no call is made. The time counts from the first look at the
-    waiting launch, also if no earlier look at the program was made."""
+    """The watchdog detects that a launch by other code does not end, although no call is made. The time begins when the watchdog
+    first sees the waiting launch, even if it has not read the progress of the program before."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -241,7 +241,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # earlier calls end during this time, and `progress` is not read
+            time.sleep(0.1)  # earlier calls end before `progress` is read
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress

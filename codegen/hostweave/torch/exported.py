@@ -101,7 +101,7 @@ def exported(
                     program = call()
             if training:
                 _mark_detached(program.graph)
-            program.example_inputs = None  # torch would generate guards from them, with wrong names if there are more than ten tensors
+            program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
             _rename(program, lambda name: f"module.{name}")  # no attribute of torch's GraphModule has this name
             program = of_pairs(program.run_decompositions(table), table)

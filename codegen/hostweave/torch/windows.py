@@ -20,7 +20,7 @@ def each(given: Any, count: int) -> list[int]:
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Elements [..., *sizes] that are at the position `at` of each window. Windows move over the last dims."""
+    """Takes the element at position `at` of each window. `sizes` are the numbers of windows along the last dims."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
@@ -66,7 +66,7 @@ def _average(count: int) -> Callable[..., Any]:
         if divisor_override:
             return _divided(total, divisor_override)
         for dim, (size, k, s, p, n) in enumerate(zip(x.shape[-count:], kernel, stride, padding, sizes, strict=True)):
-            edge = p if count_include_pad else 0  # number of elements before and after the image that count
+            edge = p if count_include_pad else 0  # number of padding elements on either side that the average includes
             counts = [min(begin + k, size + edge) - max(begin, -edge) for begin in range(-p, n * s - p, s)]
             if set(counts) == {counts[0]}:
                 total = _divided(total, counts[0])
