@@ -205,7 +205,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   for (Stream* one : capture->streams) one->capture.reset();
   if (capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the capture");
   if (!is_joined(*capture))
-    return error(cudaErrorStreamCaptureUnjoined, "a stream of the capture was not joined to its first one");
+    return error(cudaErrorStreamCaptureUnjoined, "a stream of the capture was not joined to its first stream");
   *graph = new CUgraph_st{std::move(capture->nodes), capture->streams.size()};
   return cudaSuccess;
 }

@@ -78,7 +78,7 @@ struct SharedGroup::Ring {
   alignas(kLine) char bytes[kRingBytes];
 };
 
-// Sparse: untouched pages take no memory.
+// The file is sparse: untouched pages take no memory.
 int SharedGroup::make(std::uint64_t token) {
   const int file = new_shared_file(sizeof(Segment) + sizeof(Ring) * kRanks * kRanks);
   if (file < 0) return -1;

@@ -33,7 +33,7 @@ std::chrono::steady_clock::time_point Machine::deadline() const {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
 }
 
-// Waits for the turn. The thread that has the turn may be blocked outside the device, hence the timeout.
+// Waits for the turn. The thread that has the turn may be blocked outside the device, so the wait has a timeout.
 void Machine::await_turn(Lock& lock, HostThread& me) {
   auto end = deadline();
   std::uint64_t seen = picker->steps();

@@ -98,7 +98,7 @@ class Machine {
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
-  void learn_retired(int device);        // merges the clocks of this device's destroyed streams into the calling host's
+  void learn_retired(int device);        // merges the clocks of the device's destroyed streams into the calling host's clock
   void enqueue(Lock& lock, OpPtr op, Stream& stream);
 
   // --- host threads
@@ -117,7 +117,7 @@ class Machine {
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
   // --- work
-  // Calls run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Ops call it while they compute.
+  // Calls run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Ops call `split` while they compute.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();

@@ -115,14 +115,14 @@ struct Op {
   Ranges ranges;
   std::function<void()> work;              // runs without the lock; empty for markers and communication
   std::vector<Part> parts;                 // members of a communication group, which begin and end together
-  std::vector<std::shared_ptr<Op>> after;  // must end before this begins
-  std::vector<SignalTurn> awaits;          // must arrive before this begins
-  std::vector<SignalTurn> gives;           // given at its end
+  std::vector<std::shared_ptr<Op>> after;  // must end before this op begins
+  std::vector<SignalTurn> awaits;          // must arrive before this op begins
+  std::vector<SignalTurn> gives;           // given when this op ends
   ClockSnapshot host_clock;                // clock of the enqueuing host
   ClockSnapshot clock;                     // clock at its begin, later at its end
   std::vector<Stream*> waiters;            // streams whose head op waits for this op
   std::chrono::steady_clock::time_point finished;
-  std::vector<std::uint64_t*> marks;  // words that count how often it is done
+  std::vector<std::uint64_t*> marks;  // words that count how often the op is done
   bool begun = false;
   bool done = false;
 };

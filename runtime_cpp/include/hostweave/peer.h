@@ -30,7 +30,7 @@ class PeerGroup {
     std::vector<char*> begins = {};  // base of each rank's memory, in this rank's address space
   };
 
-  // Makes an id for a new group. One rank calls it and sends the id to the others.
+  // Makes an id for a new group. One rank calls this function and sends the id to the others.
   static ncclUniqueId new_id();
 
   static inline const std::atomic<bool> kNeverAborted = false;
