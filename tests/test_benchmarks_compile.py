@@ -84,7 +84,7 @@ def moe(module: Any) -> Iterator[hw.Program]:
 def overlap(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES[1], module.CASES[8]:
         programs = module._alternatives(case, RANKS, machine=H200, check=False)
-        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # copies without a loop, which no stream states
+        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # a gather by copies, without a loop
         yield from programs.values()
 
 

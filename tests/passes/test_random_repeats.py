@@ -2,8 +2,8 @@
 
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded; some calls take the weight
 of another call. Calls may also take a cache each, which may be donated. Some calls return additional results, and some values between calls
-are returned or used again. Another block may then be called once per earlier call, with the value before or after that call, or both,
-mostly in reverse order, as in a backward pass.
+are returned or used again. Another block may then be called once for each earlier call, usually in reverse order, as in a backward pass.
+Its arguments are the input of the earlier call, the result of that call, or both.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Repeats(Donating):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
-        """Results of further calls, one for each earlier call, whose arguments are the input of the earlier call, its result, or both. May
-        be empty."""
+        """Calls another block once for each earlier call, or never. Its arguments are the input of the earlier call, the result, or both.
+        Returns the results."""
         draw = Random(~self.seed)  # separate generator, so that other choices stay the same
         if draw.random() < 0.6:
             return ()

@@ -164,7 +164,8 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
     assert unrolled_ir(compiled.program).count("call @layer") == count
 
     whole = Loss(copy.deepcopy(module))
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # for small changes
+    # With a large eps, a rounding error of a gradient near 0 changes the update little.
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]
     given = x.detach(), keep, argument.detach()
     step = hostweave.torch.compile(whole, hw.Mesh(tp=ranks), plan, given, optimizer=optimizers[0])
     loss = module(*given).square().mean()

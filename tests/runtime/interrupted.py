@@ -110,7 +110,7 @@ def main(what: str, to: str, seed: str, count: str, target: str = "cpu") -> None
     moments = random.Random(seed)
     interrupted = Interrupted(moments, target)
     interrupted.works()
-    gc.disable()  # because resources must be freed without garbage collection
+    gc.disable()  # an interrupted call must free its resources without garbage collection
     for trial in range(int(count)):
         delay, sent = moments.uniform(0, SPANS[what]), [0.0]
 

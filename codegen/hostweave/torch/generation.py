@@ -20,8 +20,8 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # their dim of tokens is dim 1 or the last one
-_ROUNDED = 64  # cache lengths are multiples of it, so that prompts of similar lengths share a program
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # in these arguments tokens are along dim 1 or the last dim
+_ROUNDED = 64  # cache lengths are multiples of 64, so that prompts of similar lengths share a program
 _own = weakref.WeakKeyDictionary[Any, bool]()  # caches that `generate` created -> True if the host need not wait for each token
 _patching = threading.Lock()  # ranks may be threads
 
@@ -164,7 +164,7 @@ class Generation:
             )
         group = current_group()
         made = self._plain(kwargs) if group is None else self._of_rank(kwargs, group)
-        made[self._word] = cache  # the module returns it under this name
+        made[self._word] = cache  # the module returns its cache under this name
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
