@@ -226,7 +226,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A module whose constants are named x after the line that uses them, like its argument."""
+    """A module whose constants are named `x`, after the variable that the line assigns. Its argument has the same name."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)
