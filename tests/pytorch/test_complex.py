@@ -44,21 +44,26 @@ X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Attention(nn.Module):
-    """Causal attention whose queries are rotated."""
+    """Causal attention whose queries are rotated, with or without a window."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_window: bool) -> None:
         super().__init__()
-        self.rotary = Rotary()
+        self.rotary, self.has_window = Rotary(), has_window
 
     def forward(self, x: Any) -> Any:
         q = self.rotary(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        if not self.has_window:
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        window = torch.ones(6, 6, dtype=torch.bool).tril() & torch.ones(6, 6, dtype=torch.bool).triu(-2)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=window)
+        return attended.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.usefixtures("interpreted")
-def test_attention_of_rotated_queries() -> None:
-    """A former defect: attention was decomposed, and its gradient refused."""
-    module = Attention()
+def test_attention_of_rotated_queries(has_window: bool) -> None:
+    """Former defects: attention was decomposed, and its gradient refused. A view of its result was refused."""
+    module = Attention(has_window)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (X,), training=True)
     assert "attention(" in model.program.fusion_ir
     gradients = []

@@ -121,6 +121,42 @@ def test_a_module_raises_as_torch_does(ranks: int) -> None:
         hostweave.torch.compile(Solved(), hw.Mesh(tp=1), {}, (a, b), training=True)
 
 
+SQUARE = torch.tensor([[4.0, 1, 0, 2], [1, 5, 2, 0], [3, 0, 6, 1], [0, 2, 1, 7]])
+LAYOUTS: dict[str, Any] = {
+    "view of a solution": lambda a: torch.linalg.solve_ex(a, a + 1)[0].mT.view(-1),
+    "memory of an inverse": lambda a: torch.linalg.inv_ex(a)[0].as_strided((16,), (1,)),
+    "part of an inverse": lambda a: torch.linalg.inv_ex(a)[0].as_strided((4, 3), (4, 1)),
+    "view of a Cholesky inverse": lambda a: torch.cholesky_inverse(torch.linalg.cholesky_ex(a @ a.mT)[0]).mT.view(-1),
+    "memory of strided elements": lambda a: (a + 1).as_strided((2, 2), (1, 2)).as_strided((4,), (1,)),
+    "memory of a part": lambda a: (a + 1).unbind(0)[1].as_strided((2, 2), (1, 2)),
+    "memory of windows": lambda a: (a + 1).unfold(0, 2, 1).as_strided((4,), (1,)),
+    "memory of a copy": lambda a: torch.empty(4, 4).copy_(a.T).view(-1),
+    "memory of a permuted copy": lambda a: torch.permute_copy(a + 1, (1, 0)).as_strided((16,), (1,)),
+    "memory of a sum": lambda a: torch.scatter_reduce(a.T, 0, torch.zeros(4, 4, dtype=torch.int64), a, "sum").as_strided((16,), (1,)),
+}
+
+
+class OfMatrix(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.scale = function, torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, a: torch.Tensor) -> Any:
+        return self.function(a * self.scale)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_results_are_laid_out_as_by_torch(name: str) -> None:
+    """A former defect: after an op that is decomposed, `as_strided` read other elements, and `view` was refused."""
+    module = OfMatrix(LAYOUTS[name])
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (SQUARE,), training=True)
+    made, want = model(SQUARE), module(SQUARE)
+    torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-4)
+    weight = torch.linspace(0.1, 1, want.numel()).view(want.shape)
+    gradients = [torch.autograd.grad((result * weight).sum(), module.scale)[0] for result in (made, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
 class OfSamples(torch.nn.Module):
     """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch import windows
 from hostweave.torch.linalg import LINALG
+from hostweave.torch.ops import ops
 from hostweave.torch.special import SPECIAL
 
 aten = torch.ops.aten
@@ -70,6 +74,54 @@ def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None
             return None
         step *= sizes[dim]
     return order[::-1]
+
+
+def of_storages(graph: Graph) -> None:
+    """Makes each as_strided of a view read the tensor that owns the memory, because a decomposed view may own a copy."""
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        owner, size, stride, *offset = node.args
+        begin = offset[0] if offset and offset[0] is not None else owner.meta["val"].storage_offset()
+        while viewed := _viewed(owner):
+            owner = viewed
+        node.args = (owner, size, stride, begin)
+
+
+def _viewed(node: Any) -> Node | None:
+    """The operand whose memory the value of a node shares. None if the node has new memory, another dtype or no gradient."""
+    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # a part is a getitem of unbind()
+    shared = [one for one in operands if _memory(one) == _memory(node)]
+    return shared[0] if shared and node.target != ops.detach.default else None
+
+
+def _memory(node: Node) -> Any:
+    value = node.meta.get("val")
+    return (value.untyped_storage()._cdata, value.dtype) if isinstance(value, torch.Tensor) else node
+
+
+def _as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on them."""
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # torch.export replaces such ops by their rules
+        return rule
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = rule(*args, **kwargs)
+        if made is NotImplemented:
+            return made
+        with disable_proxy_modes_tracing():
+            own = pytree.tree_leaves(op(*args, **kwargs))
+        leaves, spec = pytree.tree_flatten(made)
+        return pytree.tree_unflatten([_with_strides(*both) for both in zip(leaves, own, strict=True)], spec)
+
+    return call
+
+
+def _with_strides(x: Any, like: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or not all(isinstance(n, int) for one in (x, like) for n in (*one.shape, *one.stride())):
+        return x
+    order = _by_stride(like.shape, like.stride())
+    if order is None or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
+        return x
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
@@ -484,19 +536,21 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
 # ops that torch's own rules decompose, in forward and backward graphs
 _BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv"
 
-COMPOSED: dict[Any, Callable[..., Any]] = {
+_VIEWS: dict[Any, Callable[..., Any]] = {
+    aten.as_strided.default: as_strided,
+    aten.diagonal.default: diagonal,
+    aten.unfold.default: unfold,
+}
+_VALUES: dict[Any, Callable[..., Any]] = {
     **{op: decomposition_table[op] for op in (getattr(aten, name).default for name in _BY_TORCH.split())},
     **windows.POOLING,
     **SPECIAL,
     **LINALG,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.copy.default: copy,
-    aten.as_strided.default: as_strided,
     aten.as_strided_copy.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
-    aten.diagonal.default: diagonal,
     aten.diagonal_scatter.default: diagonal_scatter,
-    aten.unfold.default: unfold,
     aten.permute_copy.default: lambda x, dims: x.permute(dims),
     aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
@@ -545,3 +599,4 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
     aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
 }
+COMPOSED = _VIEWS | {op: _as_laid_out(op, rule) for op, rule in _VALUES.items()}

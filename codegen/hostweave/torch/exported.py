@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
-from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
+from hostweave.torch.composed import COMPOSED, associative_scan, of_storages, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.nodes import location
 from hostweave.torch.numbers import keeps_numbers, symbolic
@@ -101,6 +101,7 @@ def exported(
                     program = call()
             if training:
                 _mark_detached(program.graph)
+            of_storages(program.graph)
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
             _rename(program, lambda name: f"module.{name}")  # no attribute of torch's GraphModule has this name

@@ -57,7 +57,8 @@ def _inverse(a: Any, unit: bool) -> Any:
     """
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
-    made: Any = torch.where(rows == columns, 1.0 if unit else 1 / a, 0.0).to(a.dtype)
+    made: Any = (rows == columns).to(a.dtype)
+    made = made if unit else made / torch.where(rows == columns, a, 1.0)  # a zero elsewhere would make the gradient NaN
     size = 1
     while size < n:
         is_below = (rows // (2 * size) == columns // (2 * size)) & (rows // size > columns // size)
