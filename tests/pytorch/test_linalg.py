@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "solve": (aten._linalg_solve_ex.default, lambda n: ((square(2, n), wide(n)), {})),
     "solve of vectors": (aten._linalg_solve_ex.default, lambda n: ((square(2, n), wide(n)[..., 0]), {})),
+    "solve from the right": (aten._linalg_solve_ex.default, lambda n: ((square(2, n), wide(n).mT), {"left": False})),
     "inv": (aten.linalg_inv_ex.default, lambda n: ((square(2, n),), {})),
     "det": (aten._linalg_det.default, lambda n: ((square(2, n),), {})),
     "slogdet": (aten._linalg_slogdet.default, lambda n: ((square(2, n),), {})),
@@ -104,21 +105,33 @@ class Solved(torch.nn.Module):
         return torch.linalg.solve(a, b) + torch.linalg.inv(a).sum(-1, keepdim=True)
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_raises_as_torch_does(ranks: int) -> None:
-    a, b = positive(2, 4).float(), wide(4).float()
+def test_a_module_raises_as_torch_does(ranks: int, training: bool) -> None:
+    a, b = positive(2, 4).float().requires_grad_(training), wide(4).float()
     plan = {"a": "tp, -, -", "b": "tp, -, -"} if ranks > 1 else {}
-    model = hostweave.torch.compile(Solved(), hw.Mesh(tp=ranks), plan, (a, b))
-    torch.testing.assert_close(model(a, b), Solved()(a, b), rtol=1e-4, atol=1e-4)
-    a[1, 2] = 0
+    model = hostweave.torch.compile(Solved(), hw.Mesh(tp=ranks), plan, (a, b), training=training)
+    made, want = model(a, b), Solved()(a, b)
+    torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-4)
+    if training:
+        gradients = [torch.autograd.grad(one.square().sum(), a)[0] for one in (made, want)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    singular = a.detach().clone()
+    singular[1, 2] = 0
     messages = []
     for module in (model, Solved()):
         with pytest.raises(torch.linalg.LinAlgError, match="singular") as raised:
-            module(a, b)
+            module(singular, b)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
-    with pytest.raises(ProgramError, match=r"_linalg_check_errors.default has a side effect.* in training; .* such as inv_ex for inv"):
-        hostweave.torch.compile(Solved(), hw.Mesh(tp=1), {}, (a, b), training=True)
+
+
+def test_a_whole_step_has_no_checks() -> None:
+    """A whole step would update parameters before the error."""
+    module = OfMatrix(lambda a: torch.linalg.inv(a).sum())
+    optimizer = torch.optim.SGD(module.parameters())
+    with pytest.raises(ProgramError, match=r"as torch.linalg.inv does, .* in a whole step; .* such as inv_ex"):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (SQUARE,), optimizer=optimizer)
 
 
 SQUARE = torch.tensor([[4.0, 1, 0, 2], [1, 5, 2, 0], [3, 0, 6, 1], [0, 2, 1, 7]])

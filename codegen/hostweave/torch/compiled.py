@@ -267,10 +267,14 @@ class CompiledModule(Delegating):
             increment_version(tensor)
             made[value] = tensor
         known = {**self._graph.constants, **made}
-        for check in self._graph.checks:  # raises the errors that torch raises, after waiting for the values
+        self._expect_valid(known)
+        return self._returned(known)
+
+    def _expect_valid(self, known: Mapping[Node, Any]) -> None:
+        """Raises the errors that torch raises for the values of a call, after waiting for the values."""
+        for check in self._graph.checks:
             given: Any = check.args
             given[1](known[given[2]], *given[3:], **check.kwargs)
-        return self._returned(known)
 
     def _returned(self, known: Mapping[Node, Any]) -> Any:
         """Builds the module's result from the values of the graph's nodes."""

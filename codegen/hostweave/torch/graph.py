@@ -323,12 +323,9 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
     of_buffers = {spec.target: by_name[spec.arg.name] for spec in exported.graph_signature.input_specs if spec.target}
     checks = [node for node in exported.graph.nodes if op_of(node) == "with_effects"]
     for node in checks:
-        if node.args[1] is not torch.ops.aten._linalg_check_errors.default or is_derived_from:
-            why, remedy = (
-                f"{node.args[1]} has a side effect",
-                "omit the call, or use a function without side effects, such as inv_ex for inv",
-            )
-            raise ProgramError(f"{why}, which is not supported{' in training' * is_derived_from}; {remedy}", location(node))
+        if node.args[1] is not torch.ops.aten._linalg_check_errors.default:
+            remedy = "omit the call, or use a function without side effects"
+            raise ProgramError(f"{node.args[1]} has a side effect, which is not supported; {remedy}", location(node))
     for spec in exported.graph_signature.output_specs:
         if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.TOKEN):
             continue
@@ -356,6 +353,13 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
     return Graph(
         exported.graph, origins, layouts, mesh, written=written, checks=checks, tokens=tokens, is_derived_from=is_derived_from, spec=spec
     )
+
+
+def expect_unchecked(graph: Graph, of: str) -> None:
+    """Raises ProgramError if values are checked after a call, because the call has changed state by then."""
+    if graph.checks:
+        why = f"values are checked after a call, as torch.linalg.inv does, which is not supported in {of}"
+        raise ProgramError(f"{why}; use a function without checks, such as inv_ex", location(graph.checks[0]))
 
 
 def _keys_in(spec: Any, path: str = "") -> Iterator[str]:

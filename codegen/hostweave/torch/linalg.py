@@ -182,10 +182,10 @@ def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: b
 
 
 def solve_ex(a: Any, b: Any, *, left: bool = True) -> Any:
-    if not left:
-        return NotImplemented
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     factors, pivots, order, failed = _factored(a)
+    if not left:
+        return lu_solve(factors, pivots, b, left=False), factors, pivots, _first(failed)
     right = b.unsqueeze(-1) if is_vector else b
     shape = torch.broadcast_shapes(a.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     right, of, order = (one.expand(*shape, *one.shape[-2:]) for one in (right, factors, order))

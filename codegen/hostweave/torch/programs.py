@@ -18,7 +18,7 @@ from hostweave.api import compile as compile_program
 from hostweave.options import Options, options_of
 from hostweave.torch.bound import ProgramPart
 from hostweave.torch.compiled import CompiledModule
-from hostweave.torch.graph import Graph, read
+from hostweave.torch.graph import Graph, expect_unchecked, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import Layouts
@@ -66,6 +66,8 @@ def compiled(
         if mesh.size > 1 and settings.overlap == "auto" and vary(graph, settings.sizes):
             part.ranges = Ranges(graph, lambda sizes: ProgramPart(graph, module, partial(program_of, sizes=sizes)))
         return CompiledModule(module, graph_of, graph, part)
+    if step is not None:
+        expect_unchecked(graph, "a whole step")
     wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]
     joint = joint_of(graph, wanted, step is not None)
     if step is not None:

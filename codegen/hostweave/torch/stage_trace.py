@@ -14,7 +14,7 @@ from torch.fx import Node
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.torch.exported import exported
-from hostweave.torch.graph import Graph, Origin, read
+from hostweave.torch.graph import Graph, Origin, expect_unchecked, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.plan import AxesOfDims, Layouts, layouts
 from hostweave.torch.stages import HERE, Source, Stage, StagePart, entries_for
@@ -72,6 +72,7 @@ def traced_stage(
     if outer.seeds is not None:
         why = f"stage {number} draws random numbers, as dropout does, which is not supported in a pipeline"
         raise ProgramError(f"{HERE}: {why}; set its probability to 0, or pass the numbers as an input")
+    expect_unchecked(outer, f"a pipeline, in stage {number}")
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
     name = f"stage_{number}"
     graph = joint.forward_graph()

@@ -75,6 +75,7 @@ class Differentiated(CompiledModule):
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
         """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
         known = {**self._graph.constants, **passed, **dict(zip(self._joint.results, results, strict=True))}
+        self._expect_valid(known)
         for node, value in self._graph.written.items():
             local(tensor_of(self._module, self._graph.origins[node].name)).copy_(known[value])
         return self._returned(known)
