@@ -50,9 +50,7 @@ def progress(what: str, steps: int = 0) -> Iterator[None]:
         if is_outermost:
             with _line.lock:
                 _line.what = ""
-                if is_terminal():
-                    sys.stderr.write(_CLEAR)
-                    sys.stderr.flush()
+                _show("")
 
 
 def expect_steps(count: int) -> None:
@@ -65,19 +63,22 @@ def step_done(name: str) -> None:
     """Counts a step, and shows it."""
     with _line.lock:
         _line.done += 1
-        if _line.what and is_terminal():
-            text = f"hostweave: {_line.what}: {_line.done} of {_line.expected}, {name}, {perf_counter() - _line.began:.1f} s"
-            sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
-            sys.stderr.flush()
+        if _line.what:
+            _show(f"hostweave: {_line.what}: {_line.done} of {_line.expected}, {name}, {perf_counter() - _line.began:.1f} s")
 
 
 def tell(text: str) -> None:
     """Prints a line on stdout, which replaces the progress line on a terminal."""
     with _line.lock:
-        if is_terminal():
-            sys.stderr.write(_CLEAR)
-            sys.stderr.flush()
+        _show("")
         print(text, flush=True)
+
+
+def _show(text: str) -> None:
+    """Replaces the progress line on a terminal."""
+    if is_terminal():
+        sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
+        sys.stderr.flush()
 
 
 def is_terminal() -> bool:
