@@ -21,6 +21,8 @@ def layout(type: TensorType) -> Layout:
 
 
 def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) -> TensorType:
+    if not any(axes) and not type.axes and partial == type.partial:
+        return type
     dims = tuple(Dim(dim.size, a) for dim, a in zip(type.dims, axes, strict=True))
     return replace(type, dims=dims, partial=partial)
 
@@ -79,6 +81,8 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     if definition.stated:
         result_type, taken = definition.stated(operands, op)
         return ShardingRule(indices, shapes, layout(result_type), {}, tuple(map(layout, taken)))
+    if not any(type.axes for type in operands):  # the usual case on one rank
+        return ShardingRule(indices, shapes, ((),) * len(indices.result), {})
     kept = {label: dim.size for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}
