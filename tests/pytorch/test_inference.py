@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -335,12 +336,13 @@ class Residuals(nn.Module):
 IDS, MASK, ROWS = torch.arange(28).reshape(4, 7), torch.ones(4, 7, dtype=torch.long), torch.randn(4, 16)
 OTHERS = {
     "pooled": (Pooled, (IDS, MASK), {"ids": "dp, -", "mask": "dp, -", "linear.weight": "tp, -"}),
+    "recurrent": (lambda: nn.GRU(16, 8), (ROWS,), {"weight_ih_l0": "tp, -"}),
     "residuals": (Residuals, (ROWS, -ROWS), {"*.1.weight": "tp, -", "*.1.bias": "tp", "*.3.weight": "-, tp"}),
 }
 
 
 @pytest.mark.parametrize(("make", "arguments", "plan"), OTHERS.values(), ids=OTHERS)
-def test_other_modules(make: type[nn.Module], arguments: Any, plan: dict[str, str]) -> None:
+def test_other_modules(make: Callable[[], nn.Module], arguments: Any, plan: dict[str, str]) -> None:
     torch.manual_seed(1)
     module = make().eval()
     compiled = hostweave.torch.compile(module, hw.Mesh(dp=2, tp=2), plan, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -100,6 +101,11 @@ def unsupported(x: Any) -> Any:
     return torch.linalg.svdvals(x)
 
 
+@dataclass
+class Result:
+    logits: Any
+
+
 def masked(x: Any) -> Any:
     return x[x > 0]
 
@@ -112,6 +118,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "another shape": (
         lambda x: x @ torch.ones(7, 3),
         r"^test_mistakes.py:\d+: Written: torch.export: a and b must have same reduction dim.*$",
+    ),
+    "dataclass": (
+        Result,
+        r"Written: torch.export: Found <class '.*'> .*; use tensors, or call torch.export.register_dataclass\(Result\) for a dataclass$",
     ),
     "unsupported": (unsupported, r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_mistakes.py:\d+.*"),
     "gradients": (torch.func.grad(torch.sum), r"forward computes gradients, which is not compiled; .* torch.func.jvp$"),
@@ -248,7 +258,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is not a torch.nn.Module; pass the module, not its"),
     "arrays of NumPy": (
         lambda c, op: compiled(inputs=(X.numpy(),)),
-        "(?s)Layer: torch.export: .*pass example_inputs that the module takes",
+        "Layer: torch.export: Unsupported input type <class 'numpy.ndarray'>; use tensors, or call ",
     ),
     "a module without memory": (
         lambda c, op: compiled(module=Layer().to("meta").eval(), inputs=(X.to("meta"),))(X),

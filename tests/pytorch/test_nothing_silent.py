@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.base.errors import ArgumentError  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 EDGES = torch.tensor([sign * x for x in (0.0, 1e-8, 0.5, 1.0, 5.0, 20.0, 100.0, 1e30, math.inf) for sign in (1, -1)] + [math.nan])
@@ -145,6 +145,35 @@ def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message:
         change(module)
         with pytest.raises(ArgumentError, match=f"Changing: {message}.*; compile it again"):
             model(X)
+
+
+class Stateful(nn.Module):
+    """Counts in an attribute, and computes with a local number of the same kind."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state, self.linear = state, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part = 0
+        for _ in range(2):
+            self.part += 1
+        x = self.linear(x) * self.part + self.state
+        if self.state is not None:
+            self.state = self.state + x.shape[0]
+        return x
+
+
+@pytest.mark.parametrize("state", [1, 0.5, torch.ones(8)], ids=str)
+def test_an_attribute_that_is_kept_for_the_next_call_is_refused(state: Any) -> None:
+    """In regions, the attribute is kept."""
+    module = Stateful(state).eval()
+    with pytest.raises(ProgramError, match=r"test_nothing_silent.py:\d+: forward changes state for the next call, .*fullgraph=False"):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    model, want = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), fullgraph=False), copy.deepcopy(module)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(X), want(X))
 
 
 class Layers(nn.Module):

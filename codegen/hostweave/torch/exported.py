@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import traceback
@@ -85,6 +86,7 @@ def exported(
             symbolic() as fixed,
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
+            warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export itself replaces weights of recurrent layers
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             try:
                 with repeats.standing_in(), watched(module) as (reads, _):
@@ -195,7 +197,10 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
         why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
         return ProgramError(f"{name}: {why}", _line_of(error))
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
-    why = f"torch.export: {why}; write other tensor ops, or pass example_inputs that the module takes"
+    remedy = "write other tensor ops, or pass example_inputs that the module takes"
+    if found := re.search(r"(?:Found|input type) <class '(?:.*\.)?(\w+)'>", why):
+        remedy = f"use tensors, or call torch.export.register_dataclass({found[1]}) for a dataclass"
+    why = f"torch.export: {why.partition('. ')[0] if found else why}; {remedy}"
     return ProgramError(f"{name}: {why}", _line_of(error))
 
 

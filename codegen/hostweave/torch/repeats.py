@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from hostweave.base.errors import ProgramError
 from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
 from hostweave.torch.nodes import OF_TORCH
 from hostweave.torch.ops import LIBRARY, ops
@@ -277,11 +278,20 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
     def put(self: Any, name: str, value: Any) -> None:
         if name not in ("__dict__", "__class__"):  # torch also ignores these when it traces modules
+            if name not in written and name in reads:
+                _expect_same(name, held.get(name), value)
             written.append(name)
         own.__setattr__(self, name, value)
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (own,), {"__getattribute__": get, "__setattr__": put, **names})
+
+
+def _expect_same(name: str, before: Any, value: Any) -> None:
+    """Raises ProgramError if forward replaces a number or a tensor that it has read: the next call would read the new value."""
+    if isinstance(before, bool | int | float | torch.Tensor) and not is_same(before, value):
+        why = f"forward changes {name} for the next call, which a program does not do"
+        raise ProgramError.here(f"{why}; make it a buffer that forward writes to in place, or pass fullgraph=False")
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
