@@ -138,7 +138,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
         ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: the rank must be from 0 to 1"),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
-            "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to it on all ranks, or use hw.MPI()",
+            "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to this host on all ranks, or use hw.MPI()",
         ),
     ],
 )
@@ -169,7 +169,7 @@ def test_ranks_of_threads_are_assigned_and_released() -> None:
     holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), holding.wait()))
     holder.start()
     (refused,) = in_threads(1, lambda _: provider.rank_and_count("a"))
-    assert str(refused) == "hw.Threads: all 2 ranks are taken by other threads; create it with more ranks"
+    assert str(refused) == "hw.Threads: all 2 ranks are taken by other threads; create hw.Threads with more ranks"
     holding.set()
     holder.join()
 

@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # two lists of loops: loops whose next iteration may reuse memory that a stream of another pool, or of this pool, has freed
+    # loops whose next iteration may reuse memory: first if a stream of another pool has freed it, then if one of this pool has
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

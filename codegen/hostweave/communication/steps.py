@@ -97,8 +97,9 @@ class LoopSteps:
     """An iteration of a loop, as expressions over the loop index. `shards` is the number of ranks of `mesh` that split the chunked dim,
     before or after the loop's communication.
 
-    By shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, it covers the same slice of
-    every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row `start`.
+    In a loop by shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, an iteration covers
+    the same slice of every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row
+    `start`.
     """
 
     mesh: Mesh

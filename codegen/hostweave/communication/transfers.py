@@ -55,8 +55,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. The caller does this as late as possible, because a reader may first need other
-        data from this rank."""
+        """Emits the waits of senders for their readers. The caller calls this method as late as possible, because a reader may first need
+        other data from this rank."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -92,8 +92,8 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
     """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
 
-    A sender signals that its window is ready, and each reader signals after reading. `number` is the signal counter. Moves need different
-    counters as long as their waits are not emitted.
+    A sender signals that its window is ready, and each reader signals after reading. `number` is the signal counter. No other
+    move may use this counter before the waits are emitted.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -198,7 +198,7 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     """View of `whole` whose first dims are the indices of a block, and whose other dims are a block. `whole` itself if there is only
-    one."""
+    one block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -221,7 +221,6 @@ def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: i
 
 
 def _recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All receives of this rank."""
     if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
     return ir.RecvBlocks(dst, cuts or prod(blocks.received), blocks.routes, b.channel_of_all)

@@ -111,7 +111,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives, in the unit of `share`, the amount that each rank holds before the step."""
+        """Amount of data that a rank receives in the step. `share` is the amount that each rank holds before the step, in the same unit."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -164,7 +164,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into reshards without zigzag, as pairs of types. There are two if a dim changes to or from zigzag, else one.
+    """Splits a reshard into reshards without zigzag, as pairs of types. There are two pairs if a dim changes to or from zigzag, and
+    otherwise one.
 
     Between the two, each rank holds the whole dim, and reorders its pieces. The types have plain axes in place of zigzag axes: to a
     reshard, the two pieces of a rank are one shard.

@@ -27,25 +27,25 @@ INDENT = "  "
 
 # Types of fields with a role. `names` returns the names in fields with a given role.
 Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
-Viewed = Annotated[str, "view"]  # name of a view that it defines
-Index = Annotated[str, "index"]  # name of an integer that it defines
-Read = Annotated[str, "read"]  # buffer whose bytes it reads
+Viewed = Annotated[str, "view"]  # name of a view that the instruction defines
+Index = Annotated[str, "index"]  # name of an integer that the instruction defines
+Read = Annotated[str, "read"]  # buffer whose bytes are read
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
-Update = Annotated[str, "update"]  # buffer that it reads and writes
-Alias = Annotated[str, "alias"]  # buffer that it names, without access to its bytes
-Freed = Annotated[str, "free"]  # memory that it frees; other buffers may reuse the bytes
-Launched = Annotated[str, "launch"]  # kernel that it launches
-Called = Annotated[str, "call"]  # function that it calls
+Update = Annotated[str, "update"]  # buffer that is read and written
+Alias = Annotated[str, "alias"]  # buffer that is named, without access to its bytes
+Freed = Annotated[str, "free"]  # memory that is freed; other buffers may reuse the bytes
+Launched = Annotated[str, "launch"]  # kernel that is launched
+Called = Annotated[str, "call"]  # function that is called
 Forked = Annotated[str, "fork"]  # pool of streams
 Joined = Annotated[str, "join"]
-Stream = Annotated[str, "stream"]  # pool of the stream on which its body runs; the field `index` selects the stream
+Stream = Annotated[str, "stream"]  # pool of the stream on which the body runs; the field `index` selects the stream
 Recorded = Annotated[str, "record"]  # pool of the event; the field `index` selects the event
 Awaited = Annotated[str, "wait"]
-RemoteRead = Annotated[str, "remote_read"]  # buffer of a peer that it reads
+RemoteRead = Annotated[str, "remote_read"]  # buffer in a peer's memory that is read
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that it does not access, but across which no access of the buffer may move
+Guarded = Annotated[str, "guard"]  # buffer that is not accessed; no access of this buffer may move across the instruction
 
 # roles that a role implies; ranks share one program, so an access to a peer's buffer also counts as an access to the local buffer
 INCLUDED = {
@@ -65,18 +65,18 @@ class Instruction:
     """An instruction of the host IR. The roles of its fields give its effects, and class variables and properties its traits."""
 
     syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted, together with the words before it
-    calls: ClassVar[bool] = True  # False if it only defines a name for memory or an integer, and does nothing at run time
+    calls: ClassVar[bool] = True  # False if the instruction only defines a name for memory or an integer, and does nothing at run time
     shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
-    copies: ClassVar[bool] = False  # it is a copy, which can be removed if src and dst are the same memory
+    copies: ClassVar[bool] = False  # True for a copy, which can be removed if src and dst are the same memory
     work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
-    orders: ClassVar[bool] = False  # it orders streams; no work may move across it
-    marks: ClassVar[bool] = False  # it records the time at which a stream reaches it
-    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if it writes log-sum-exps, "takes" if it reads them
-    grouped: ClassVar[bool] = False  # it posts sends and recvs as a group
+    orders: ClassVar[bool] = False  # True if the instruction orders streams; no work may move across it
+    marks: ClassVar[bool] = False  # True if the instruction records the time at which a stream reaches it
+    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if log-sum-exps are written, "takes" if they are read
+    grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
     # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match counterparts on peers, in order
     posts: ClassVar[str] = ""
-    exchanges: ClassVar[bool] = False  # it launches a kernel that waits for kernels of other ranks, without a communication library
-    in_window: ClassVar[bool] = False  # it allocates memory that peers access
+    exchanges: ClassVar[bool] = False  # True if the launched kernel waits for kernels of other ranks, without a communication library
+    in_window: ClassVar[bool] = False  # True if peers access the allocated memory
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
     # may share memory: dst and field "src" or "accumulate"; dst and this rank's "block of src"; src and this rank's "block of dst"

@@ -22,7 +22,7 @@ class GlobalResult:
 
     library: ArrayLibrary
     device: int
-    array: Array = None  # the donated array in the form that the library's methods take; the next field has it as the caller gave it
+    array: Array = None  # the donated array in the form that the library's methods take; `given` is the caller's object
     given: Array = None
 
 

@@ -192,9 +192,9 @@ class Group(FallibleGroup):
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by their rank in this group.
 
-        All ranks of the group call it. A rank that passes color None gets None. `program(x, group=part)` calls a program in a new group.
-        Several groups can work at the same time. A new group has separate channels, and fails independently of this group. Closing this
-        group also closes the new group.
+        All ranks of the group must call `split`. A rank that passes color None gets None. `program(x, group=part)` calls a program in a new
+        group. Several groups can work at the same time. A new group has separate channels, and fails independently of this group. Closing
+        this group also closes the new group.
 
         Raises ArgumentError if a color or key is not an int. Raises ArgumentError in a group of `hw.Communicators`, because its ranks
         cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
@@ -225,10 +225,10 @@ class Group(FallibleGroup):
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
         """Allocates a contiguous, uninitialised array of this rank in a window. The other ranks can access that memory directly.
 
-        All ranks call it together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the transports peer
-        and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other arrays are copied.
-        For each argument in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays at equal offsets.
-        The program is compiled again if a call has a new set of arguments in windows.
+        All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
+        transports peer and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other
+        arrays are copied. For each argument in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays
+        at equal offsets. The program is compiled again if a call has a new set of arguments in windows.
 
         On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
@@ -290,7 +290,7 @@ class Group(FallibleGroup):
     # --- used by programs on this rank
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """This rank on its device of that target. The module of any program can create it, and all programs share it."""
+        """The native object of this rank on a device of the target. Any program's module can create the object. All programs share it."""
         native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:
@@ -303,7 +303,7 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Exchanges and compares the signatures of all ranks, which say what each is about to do. Returns them, indexed by rank.
+        """Exchanges and compares the signatures of all ranks, which say what each rank is about to do. Returns the signatures by rank.
 
         If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
         times out. `waits_for` is appended to that message.
@@ -320,8 +320,8 @@ class Group(FallibleGroup):
         """Returns True if all ranks pass the same value, compared in shared memory of their host. Returns None if they have no shared
         memory.
 
-        All ranks call it and get the same answer. If a rank does not arrive at once, `announce` is called. Raises ExecutionError if the
-        group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to that message.
+        All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. Raises
+        ExecutionError if the group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to that message.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -369,7 +369,7 @@ class Group(FallibleGroup):
     def all_true(self, value: bool) -> bool:
         """Returns True on all ranks if all of them pass True. Collective.
 
-        Raises ExecutionError if a rank fails or does not call it within `call_timeout`.
+        Raises ExecutionError if a rank fails or does not call this method within `call_timeout`.
         """
         return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 

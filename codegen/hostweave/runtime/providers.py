@@ -82,7 +82,7 @@ class Threads:
             if thread not in self.threads:
                 free = next((rank for rank, thread in enumerate(self.threads) if thread is None or not thread.is_alive()), None)
                 if free is None:
-                    raise ArgumentError(f"hw.Threads: all {self.count} ranks are taken by other threads; create it with more ranks")
+                    raise ArgumentError(f"hw.Threads: all {self.count} ranks are taken by other threads; create hw.Threads with more ranks")
                 self.threads[free] = thread
             return self.threads.index(thread), self.count
 
@@ -264,7 +264,7 @@ class MPI:
         if comm is None:
             comm = optional("mpi4py.MPI", "hw.MPI").COMM_WORLD
         if not hasattr(comm, "Get_rank"):
-            raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass one of mpi4py, or omit it")
+            raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass an mpi4py communicator, or omit it")
         self._comm = comm
         self._addresses_and_job: tuple[list[Address], str] | None = None
 
@@ -434,7 +434,7 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
         return first_node(nodes)
     if environ.get(launcher.local_count) == str(count) or count == 1:
         return "127.0.0.1"
-    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to it on all ranks, or use hw.MPI()")
+    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to this host on all ranks, or use hw.MPI()")
 
 
 def first_node(nodes: str) -> str:

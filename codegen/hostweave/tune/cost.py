@@ -30,7 +30,7 @@ TILES = (
     *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
-SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split if there are few tiles
+SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split if there are few tiles
 # Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
 # outer products is slower, because it first transposes its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
@@ -41,9 +41,7 @@ MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, for which the kernel
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 BLOCK_BANDWIDTH = 300e9  # bytes per second that such a kernel sends in blocks
 PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
-ATTENTION_PEAK = (
-    0.74  # fraction of the tensor cores' peak that cuDNN's attention reaches; kernels without tensor cores take 32 times as long
-)
+ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that cuDNN reaches; kernels without tensor cores take 32 times as long
 ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
 
 
@@ -84,7 +82,7 @@ class Product:
 
     @property
     def is_of_few_rows(self) -> bool:
-        """True if Hostweave's kernel for matmuls with few rows computes it."""
+        """True if Hostweave's kernel for few rows computes the matmul."""
         few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MAX_WEIGHT_ELEMENTS
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 

@@ -97,8 +97,8 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value, and the gathered dim. Other
-        consumers read the value after the loop.
+        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op consumes the gathered
+        value before one of them. Later consumers read the value after the loop.
 
         All operands of these matmuls must be computed before the first of them.
         """
@@ -212,8 +212,8 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
     A collective is always possible. If ranks can access each other's memory, so are copy engines: ranks put operands that are not in
-    windows, and get operands that are. With one chunk per rank, the shards of a matmul operand stay separate, and a loop of matmuls reads
-    them.
+    windows, and get operands that are in windows. With one chunk per rank, the shards of a matmul operand stay separate, and a loop of
+    matmuls reads them.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -327,8 +327,8 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the op at `position` can move up: the last one from which the ops up to `position` hide all of its time. If there
-    is none, the earliest possible position.
+    """Position to which the op at `position` can move up: the last one from which the ops up to `position` hide all of the op's time. If
+    there is none, the earliest possible position.
 
     The op stays behind the kernel that computes its operand. Pointwise ops that read this operand belong to that kernel.
     """
@@ -376,7 +376,7 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def _is_large(op: Op) -> bool:
-    """True for matmuls, attention, communications, loops, and calls of functions with such ops. An optimizer's update has none."""
+    """True for matmuls, attention, communications, loops, and calls of functions with such ops. An optimizer's update has no such ops."""
     is_large_call = op.callee is not None and any(map(_is_large, op.callee.ops))
     return communicates(op) or op.result.stream is not None or op.kind in PRODUCTS or is_large_call
 
@@ -384,7 +384,7 @@ def _is_large(op: Op) -> bool:
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """Moves matmuls on which no large op depends, such as gradients of weights, down to positions at which ops wait for a communication.
 
-    Each passes at most two communications, because its operands stay alive until then.
+    Each matmul passes at most two communications, because its operands stay alive until then.
     """
     needed = needed_by_large(ops)  # does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
