@@ -86,8 +86,8 @@ class _Dims:
         self.same.update((other, one) for other in map(self.first, dims[1:]) if other != one)
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
-        """Records that `part` is a part of `whole`. The caller has joined all dims that share an index. Raises NotOneKernel if `part` would
-        be a part of two dims, or of itself."""
+        """Records that `part` is a part of `whole`. The caller must have joined all dims that share an index. Raises NotOneKernel if `part`
+        would be a part of two dims, or of itself."""
         part, whole = self.first(part), self.first(whole)
         if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
@@ -152,7 +152,7 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel also has ops that are not the iota of its rows. Also
+    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has other ops than the iota of this op's rows. Also
     raises it if the kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
@@ -232,7 +232,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Index of an operand and index of a result, for each result that is an operand after an update in place."""
+    """Pairs of the index of an operand and the index of a result, which is the operand after an update in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -293,8 +293,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if element i of a result depends only on element i of an input. The two may then share memory.
 
-    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. That
-    thread alone must then read the input.
+    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. No
+    other thread may then read the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand

@@ -24,7 +24,7 @@ Clock = list[int]  # a vector clock: for each stream of each rank, the number of
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from `senders`. When the task ends, its clock is merged with the clocks at which the senders started."""
+    """Data that a task receives from `sources`. When the task ends, its clock is merged with the clocks at which the sources started."""
 
     sources: list[Task]
     known: Clock | None = None

@@ -125,7 +125,7 @@ class LocalProgram:
         native = self.native
         if native is None:
             return RankPosition(self.host.name, 0, 0)
-        position = native.standstill()  # read before the counts, so that these include the described call
+        position = native.standstill()  # read before the counts, so that the counts include the described call
         return position_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class LocalProgram:
         return bool(self._ready_for == call.global_shapes())
 
     def prepare_for(self, call: GlobalCall) -> None:
-        """Prepares calls with the shapes of this one. All ranks do so at the same time."""
+        """Prepares the program for the shapes of `call`. All ranks call this method at the same time."""
         self._ready_for, shapes = None, [view.shape for view in call.inputs[self._group.rank]]
         with self._group.failing() if self.module.prepares_together else nullcontext(), self._measuring():
             self._open()[0].prepare(shapes, call.global_shapes(), 0)

@@ -191,7 +191,7 @@ class _Simulator:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # less slowdown if it leaves multiprocessors free
+                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # less slowdown if the task leaves multiprocessors free
             elif task.work.engine == "kernels":
                 ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))
