@@ -13,9 +13,8 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -94,7 +93,7 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
     for library in libraries:
         _load_library(path.parent.parent / library)
     name = f"{path.parent.name}.{_MODULE}"  # pybind11 registers modules by their full name
-    with _loading(path) as file, _dlopen_flags:
+    with opened(path) as file, _dlopen_flags:
         spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
         assert spec is not None
         assert spec.loader is not None
@@ -104,6 +103,10 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
             module.__file__ = str(path)
+        except ImportError as error:
+            reason = str(error).replace(file, path.name)
+            remedy = remedy_of(reason) or "remove its folder to build it again"
+            raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error
         finally:
             sys.setdlopenflags(flags_before)
     return module
@@ -112,17 +115,10 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
 @cache
 def _load_library(path: Path) -> ctypes.CDLL:
     """Loads a cached library for the rest of the process. Raises BuildError if the file cannot be loaded."""
-    with _loading(path) as file:
-        return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)
-
-
-@contextmanager
-def _loading(path: Path) -> Iterator[str]:
-    """Opens a file of the cache for the dynamic loader. Raises BuildError if the block cannot load it."""
     with opened(path) as file:
         try:
-            yield file
-        except (ImportError, OSError) as error:
+            return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
             reason = str(error).replace(file, path.name)
             remedy = remedy_of(reason) or "remove its folder to build it again"
             raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error

@@ -210,14 +210,10 @@ def _pair(operation: Operation, machine: Machine) -> Work:
     return Work(_seconds_between(operation, (operation.peer,), size, machine), "kernels", sent=sent)
 
 
-def _put(operation: Operation, machine: Machine) -> Work:
-    size = max(_bytes(access) for access in operation.accesses)
-    return Work(machine.link("put", len(operation.process_group)).seconds(size), "copies", sent=size)
-
-
-def _get(operation: Operation, machine: Machine) -> Work:
-    size = max(_bytes(access) for access in operation.accesses)
-    return Work(machine.link("get", len(operation.process_group)).seconds(size), "copies")
+def _one_sided(operation: Operation, machine: Machine) -> Work:
+    size, is_read = max(_bytes(access) for access in operation.accesses), operation.instruction.posts == "get"
+    link = machine.link("get" if is_read else "put", len(operation.process_group))
+    return Work(link.seconds(size), "copies", sent=0 if is_read else size)
 
 
 def _ordering(operation: Operation, machine: Machine) -> Work:
@@ -241,8 +237,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     ir.LaunchExchange: _in_kernel,
     **dict.fromkeys((ir.Group, ir.Routed), _group),
     ir.PointToPoint: _pair,
-    ir.Put: _put,
-    ir.Get: _get,
+    **dict.fromkeys((ir.Put, ir.Get), _one_sided),
     ir.OneSided: _nothing,  # signals
     **dict.fromkeys((ir.Record, ir.Wait), _ordering),
     **dict.fromkeys((ir.Fork, ir.Join), _forking),

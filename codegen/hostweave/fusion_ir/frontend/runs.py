@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -236,7 +236,7 @@ class Runs:
         in_column = {name: column for column in wanted for name in column}
         at = 0
         while at < len(names):
-            rows = self.rows(names, at, wanted, in_column)
+            rows = self.rows(names, at, wanted, in_column.keys())
             if rows:
                 found.append(rows)
                 at += len(rows) * len(rows[0])
@@ -247,11 +247,9 @@ class Runs:
                 at += 1
         return found
 
-    def rows(
-        self, names: list[str], begin: int, wanted: Mapping[Column, object], in_column: Mapping[str, Column]
-    ) -> tuple[Column, ...] | None:
-        """Columns that are interleaved from index `begin` on. At least one is in `wanted`, and each other column is in `wanted` or can be a
-        group. None if there are no such columns."""
+    def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
+        """Columns that are interleaved from index `begin` on. At least one is in `wanted`, and each other column is in `wanted`, or can be
+        a group and has no name in `used`. None if there are no such columns."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -262,7 +260,7 @@ class Runs:
                 continue
             columns = tuple(tuple(names[begin + of : begin + stride * length : stride]) for of in range(stride))
             others = [one for one in columns if one not in wanted]
-            if column in columns and all(self.is_group(one) and in_column.keys().isdisjoint(one) for one in others):
+            if column in columns and all(self.is_group(one) and used.isdisjoint(one) for one in others):
                 return columns
         return None
 
