@@ -116,6 +116,11 @@ def test_a_ring(ranks: int) -> None:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a slice to an element": (lambda x, at: x[:, :at], r"test_numbers.py:\d+: a slice begins or ends at a value of a tensor.*arange\(n\)"),
+    "a part from an item": (
+        lambda x, at: x.narrow(1, at.item(), 2),
+        r"test_numbers.py:\d+: narrow begins .*value of a tensor.*arange\(n\)",
+    ),
+    "a part from an element": (lambda x, at: torch.narrow(x, 1, at, length=2), r"test_numbers.py:\d+: narrow begins .*arange\(n\)"),
     "a number as result": (lambda x, at: (x, at.item()), r"the module returns a number that is known only at a call.*torch.full"),
     "a comparison": (lambda x, at: x if x.shape[1] == 5 else -x, r"test_numbers.py:\d+: Of: a dynamic size is fixed by a comparison"),
     "float": (lambda x, at: x * float(x.shape[1]), r"test_numbers.py:\d+: Of: a dynamic size is fixed by .*, by int\(\) or float\(\)"),

@@ -221,6 +221,37 @@ def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
         call(layer)
 
 
+class Activated(nn.Module):
+    """Its derivative reads the first result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.up(x)
+        return y.sigmoid(), y * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_that_are_written_to_before_backward(ranks: int, which: int) -> None:
+    """If the backward pass needs the old values of a result, it reads a copy of them, or the write is an error."""
+    torch.manual_seed(0)
+    module, found = Activated(), []
+    model = hostweave.torch.compile(module, hw.Mesh(dp=ranks), {"x": "dp, -"}, (X,), training=True)
+    for call in (model, module):
+        results = [one if call is model else one.clone() for one in call(X)]
+        results[which].select(0, 1).mul_(3.0)
+        loss = sum(one.sin().sum() for one in results)
+        if call is model and (ranks, which) == (1, 0):  # the result itself is saved
+            with pytest.raises(ArgumentError, match="a result was written to after the call"):
+                loss.backward()
+            return
+        found.append(torch.autograd.grad(loss, list(module.parameters())))
+    torch.testing.assert_close(*found)
+
+
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
     """Like torch, the compiled module casts a gradient to the dtype of the result, and refuses a gradient of another shape."""
     module = layer._module

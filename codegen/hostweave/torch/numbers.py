@@ -130,6 +130,8 @@ def symbolic() -> Iterator[list[Location | None]]:
             stack.enter_context(patch.object(module, name, either(getattr(module, name), function)))
         for name in ("__getitem__", "__setitem__"):
             stack.enter_context(patch.object(torch.Tensor, name, _bracket(getattr(torch.Tensor, name))))
+        for holder in (torch, torch.Tensor):
+            stack.enter_context(patch.object(holder, "narrow", _narrow(holder.narrow)))
         for name in ("guard_int", "guard_float", "guard_bool"):
             stack.enter_context(patch.object(SymNode, name, guard(getattr(SymNode, name))))
         yield fixed
@@ -142,8 +144,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         items = list(index) if isinstance(index, tuple) else [index]
         items = [slice(_read(one.start), _read(one.stop), one.step) if isinstance(one, slice) else one for one in items]
         if any(isinstance(one, slice) and any(map(_is_scalar, (one.start, one.stop))) for one in items):
-            why = "a slice begins or ends at a value of a tensor, so that its size is not known at compile"
-            raise ProgramError(f"{why}; use indices, such as begin + torch.arange(n)", Location.of_caller(*OF_TORCH))
+            raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile")
         if not any(map(_is_scalar, items)):
             return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
         sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
@@ -162,6 +163,21 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(x, tuple(rest), *value)
 
     return access
+
+
+def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a variant of `narrow` that raises ProgramError if the part begins at a value of a tensor."""
+
+    def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
+            raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile")
+        return own(x, *args, **kwargs)
+
+    return narrow
+
+
+def _error_of_part(why: str) -> ProgramError:
+    return ProgramError(f"{why}; use indices, such as begin + torch.arange(n)", Location.of_caller(*OF_TORCH))
 
 
 def _read(item: Any) -> Any:
