@@ -96,7 +96,8 @@ RULES = {
     ),
     "a matmul onto its operand": (
         "%b = allocate f32[2, 2]\nfill %b with 1.0\ncopy %x -> %y\nmatmul %b, %y -> %y",
-        "text:5: rank 0, the caller's stream: matmul %b, %y -> %y writes %y over the bytes of %y that it reads: give it separate memory",
+        "text:5: rank 0, the caller's stream: matmul %b, %y -> %y writes %y over the bytes of %y that it reads: give the result separate "
+        "memory",
     ),
     # --- memory
     "freed while in use": (
@@ -399,7 +400,7 @@ def test_a_launch_in_place() -> None:
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
         check(host_text.parse(head + "launch @add_turned %y -> %y\n}\n"))
-    message = "launch @add_turned %y -> %y writes %y over the bytes of %y that it reads: give it separate memory"
+    message = "launch @add_turned %y -> %y writes %y over the bytes of %y that it reads: give the result separate memory"
     assert str(caught.value) == f"text:10: rank 0, the caller's stream: {message}"
 
 
@@ -410,7 +411,7 @@ def test_a_matmul_adds_in_place() -> None:
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y is written"):
         check(host_text.parse(head.replace("copy %x -> %y\n", "") + "matmul %x, %x accumulate %y -> %y\n}\n"))
     for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
-        with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it separate memory"):
+        with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give the result separate memory"):
             check(host_text.parse(f"{head}{body}\n}}\n"))
 
 

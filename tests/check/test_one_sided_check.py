@@ -141,7 +141,7 @@ CHECKED = {
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
-        "is sent again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
+        "is sent again before rank 1 has waited for the previous signal, so that a CUDA graph waits forever; "
         "add that wait before the put, or use another number",
     ),
     "a wait without a signal": (

@@ -202,7 +202,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 }
 """
     check_host(HostProgram.parse(text))
-    with pytest.raises(ProgramError, match=r"writes %y_3 over the bytes of %x that it reads: give it separate memory"):
+    with pytest.raises(ProgramError, match=r"writes %y_3 over the bytes of %x that it reads: give the result separate memory"):
         check_host(HostProgram.parse(text.replace("reshape %y_2 to [M, M]", "permute %y by [1, 0]")))
 
 

@@ -458,7 +458,7 @@ def test_mutations() -> None:
     with pytest.raises(ProgramError, match="nothing writes bytes 0 to 16 of the output %y"):
         check(replace(host, body=()))
     text = "%t = allocate f32[4]  copy %p -> %t  %u = reshape %t to [4]  launch_all_reduce @add %t, %x -> %u on tp  copy %u -> %y"
-    with pytest.raises(ProgramError, match="writes %u over the bytes of %t that it reads: give it separate memory"):
+    with pytest.raises(ProgramError, match="writes %u over the bytes of %t that it reads: give the result separate memory"):
         check(program(body=text))
     text = f"%t = allocate f32[4]  fork a  stream a[0] {{ copy %p -> %t }}  {BODY.replace('%p', '%t')}  join a"
     with pytest.raises(ProgramError, match=r"reads %t while .* writes it: nothing orders them; add join a between them"):

@@ -152,8 +152,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has other ops than the iota of this op's rows. Also
-    raises it if the kernel computes or iterates over a value that is read at data-dependent positions."""
+    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has further ops except for the iota of this op's rows.
+    Also raises it if the kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands

@@ -149,7 +149,7 @@ class _Checker:
             read, written = (second, access) if access.writes else (access, second)
             if self.may_reuse_in_place(part, read, written):
                 return
-            self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it separate memory")
+            self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give the result separate memory")
         first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 

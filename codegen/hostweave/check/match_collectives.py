@@ -195,7 +195,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     stuck = [operations[place] for place, operations in zip(places, instances.ranks, strict=True) if place < len(operations)]
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
-            why = f"is sent again before rank {part.peer} has waited for the previous one, so that a CUDA graph waits forever"
+            why = f"is sent again before rank {part.peer} has waited for the previous signal, so that a CUDA graph waits forever"
             raise failure(instances.program, f"{part}: {why}; add that wait before the put, or use another number", part.instruction)
     if stuck:
         first = stuck[0]

@@ -232,7 +232,7 @@ class _Put(Schedule):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one, because a concurrent
-# matmul would delay the end of the current one, and so the transfer of its result.
+# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one stream, because a
+# concurrent matmul would delay the end of the current one, and so the transfer of its result.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

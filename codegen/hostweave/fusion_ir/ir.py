@@ -188,7 +188,7 @@ class ChunkLoop:
 
     @property
     def by_block(self) -> bool:
-        """True if a communication determines the order of the blocks. Otherwise the loop visits them in order."""
+        """True if a communication determines the order of the blocks. Otherwise the loop visits the blocks in order."""
         return self.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:

@@ -34,14 +34,14 @@ class Rendezvous:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation and its progress. It starts when its stream reaches it, and ends when its work is done."""
+    """One operation and its progress. The operation starts when its stream reaches it, and ends when its work is done."""
 
     operation: Operation
     work: Work
-    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
+    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before this one starts
     end_needed_by: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before its work begins
-    completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for its start
+    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before the work of this task begins
+    completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for the start of this task
     missing_ends: int = 0
     missing_starts: int = 0
     start: float = -1.0
