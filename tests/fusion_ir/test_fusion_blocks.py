@@ -203,7 +203,7 @@ REFUSED = {
     ),
     "no tensor returned": (
         "@hw.block(**T)\ndef layer(x, w):\n    return 1\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:3: function @layer returns 1; return a tensor of it, or a tuple of tensors",
+        "mlp.py:3: function @layer returns 1; return a tensor of the function, or a tuple of tensors",
     ),
     "another function's tensor": (
         FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",

@@ -418,7 +418,7 @@ ERRORS = {
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
     "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),
-    "result": ("return 5", {}, "2: fusion @f returns 5; return a tensor of it, or a tuple of tensors"),
+    "result": ("return 5", {}, "2: fusion @f returns 5; return a tensor of the fusion, or a tuple of tensors"),
 }
 
 

@@ -36,7 +36,7 @@ class ShardingRule:
     """How shardings propagate between the operands and the result of an op.
 
     `result` is the layout of the result that follows from the operands' shardings. `reduced` maps each reduced label to its mesh axes; the
-    result is partial over them.
+    result is partial over these axes.
     """
 
     indices: IndexMap

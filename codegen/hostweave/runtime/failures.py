@@ -194,6 +194,6 @@ class FallibleGroup:
             lines += describe([from_json(text) if text else None for text in within(_POSITIONS_TIMEOUT + SEND_TIMEOUT, positions)])
         except TimeoutError:
             lines.append("  the store in the process of rank 0 does not answer")
-        except Exception as error:  # whatever the exception is, the channels still have to be aborted
+        except Exception as error:  # the channels must be aborted after any exception
             lines.append(f"  {error}")
         return "\n".join(lines)

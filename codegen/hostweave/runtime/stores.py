@@ -34,7 +34,7 @@ class Store(Protocol):
         """Sets a value. An earlier value is replaced."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Returns the value. Waits up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError if it is not set by then."""
+        """Returns the value. Waits up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError if the value is not set by then."""
 
 
 class MemoryStore:
@@ -107,7 +107,7 @@ class TcpServer:
         """Says goodbye to the clients that are still connected after `linger` seconds, and frees the port."""
         self._linger = linger
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # another thread is closing it too
+            with contextlib.suppress(RuntimeError):  # another thread is closing the server too
                 self.loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
 
@@ -155,7 +155,7 @@ class TcpServer:
             last_wills = {}
         finally:
             for key, value in last_wills.items():
-                if key not in self._values:  # the first rank that ends is the cause; other ranks may end because of it
+                if key not in self._values:  # the first rank that ends is the cause; other ranks may end because of that rank
                     self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class Timing:
 class Team:
     """Ranks of one group, which all programs of a target share. After a failure of the group the team is `broken`, and must be replaced.
 
-    The main thread must not use a team, because it handles signals (see `interruptibly`).
+    The main thread must not use a team, because the main thread handles signals (see `interruptibly`).
     """
 
     def __init__(self, size: int):

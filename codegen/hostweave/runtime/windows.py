@@ -125,7 +125,7 @@ class Windows:
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
             return self.position_of(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # not an array, which the call will report
+        except (TypeError, AttributeError, RuntimeError):  # the value is not an array; the call will report this
             return None
 
 

@@ -44,7 +44,7 @@ class Totals:
     busy: float  # time in which the rank computes
     communication: float  # time in which the rank communicates
     exposed: float  # time in which the rank communicates and does not compute
-    idle: float  # time in which it does neither
+    idle: float  # time in which the rank neither computes nor communicates
     sent: int
 
 
@@ -112,7 +112,7 @@ class Timeline:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
         while awaited := self._needed(path[-1], set(path)):
-            rank = self.events[path[-1]].rank  # if several end at the same time, prefers an event of the same rank
+            rank = self.events[path[-1]].rank  # if several events end at the same time, prefers one of the same rank
             path.append(max(awaited, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 

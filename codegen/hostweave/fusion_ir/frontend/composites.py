@@ -68,7 +68,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
     N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. If the correction is N
-    or more, the result is NaN. Narrower dtypes are computed in f32. The algorithm is the corrected two-pass one: the sum of the differences
+    or more, the result is NaN. Narrower dtypes are computed in f32. Uses the corrected two-pass algorithm: the sum of the differences
     compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Sharded dims need
     two all-reduces, for any number of mesh axes.
 

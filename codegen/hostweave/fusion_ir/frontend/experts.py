@@ -27,7 +27,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first one. A group begins where the previous one ends. The host does not read the offsets.
+    The second form is the gradient of b in the first form. A group begins where the previous one ends. The host does not read the offsets.
     Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
     Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
 
@@ -72,7 +72,8 @@ def bincount(x: Tensor, length: int | str) -> Tensor:
 def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     """Indices of the nonzero elements of x, in row-major order: i64 [size, number of dims of x], as in torch.nonzero_static.
 
-    If fewer than `size` elements are nonzero, the remaining rows are `fill_value`. If more are, only the first `size` are returned.
+    If fewer than `size` elements are nonzero, the remaining rows are `fill_value`. If more elements are nonzero, only the first `size` are
+    returned.
 
     Raises ProgramError if x has no dims, or if `size` is not an int.
 
@@ -105,7 +106,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
     of each index.
 
-    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If the repetitions are fewer, the last index
+    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If there are fewer repetitions, the last index
     fills the rest. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.

@@ -75,11 +75,11 @@ def traced(
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
         if not isinstance(result, Tensor) or result._trace is not trace:
-            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
+            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of the {word}, or a tuple of tensors", location)
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
-    for result, into in zip(outputs, donated or repeat(""), strict=False):  # a variable's name takes precedence over the input's
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # a variable's name takes precedence over the input's name
         if result._name is None and into and (shared[result._variable] > 1 or not result._variable):
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
@@ -191,7 +191,7 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 class Function:
     """A function of tensors that fusions and other functions can call. `hw.block` creates it.
 
-    Each fusion that calls it traces it once. It becomes one function of the generated program.
+    Each fusion that calls the function traces it once. The function becomes one function of the generated program.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):

@@ -79,9 +79,8 @@ class OpDef:
     last_is_first: bool = False  # for shardings, the last operand takes precedence
     # types of result and operands that a called function, a user kernel or the user states
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None
-    carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
-        None  # mesh axes of each result dim, if the index map cannot express them
-    )
+    # mesh axes of each result dim, if the index map cannot express them
+    carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = None
     adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of reduced dims, if the index map does not express them
     follows_index: bool = False  # elements depend only on their index, so each rank computes its shard
     scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that scores are summed over, before scaling and softmax

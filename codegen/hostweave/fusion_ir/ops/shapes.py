@@ -120,7 +120,8 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """Index map of a reshape. An unchanged dim keeps its label. The outermost of dims that are split or merged share a label in `outer`."""
+    """Index map of a reshape. An unchanged dim keeps its label. Of dims that are split or merged, the outermost share a label in
+    `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
