@@ -92,7 +92,9 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, options)
-    except ProgramError:
+    except ProgramError as error:
+        if str(error).endswith("split it"):  # a pass made a kernel that is not one
+            raise
         return None  # an impossible loop
     assert HostProgram.parse(str(host)) == host
     try:
