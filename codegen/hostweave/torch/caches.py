@@ -62,7 +62,11 @@ def _held(cache: Any) -> list[dict[str, Any]]:
 
 
 def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in sorted(state.items())}
+    return dict(sorted(_copied(state).items()))
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
 
 
 def caches_in(given: Any) -> Iterator[Any]:
@@ -125,18 +129,24 @@ class Snapshot:
     """Contents of a cache at one point in time."""
 
     def __init__(self, cache: Any):
-        self._held = _held(cache)
+        self._held, self._last = _held(cache), list[dict[str, Any]]()
 
     def equals(self, cache: Any) -> bool:
         """True if the cache's tensors have the same memory, shapes and dtypes, and its other values are unchanged."""
-        if len(cache.layers) != len(self._held) - 1:
+        states = [vars(cache), *map(vars, cache.layers)]
+        if len(states) == len(self._last) and all(map(_is_identical, states, self._last)):  # the usual case, compared in C
+            return True
+        if len(states) != len(self._held) or not all(map(_holds, states, self._held)):
             return False
-        return all(_holds(vars(one), held) for one, held in zip((cache, *cache.layers), self._held, strict=True))
+        self._last = [_copied(state) for state in states]
+        return True
+
+
+def _is_identical(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return list(now) == list(before) and all(map(is_, now.values(), before.values()))
 
 
 def _holds(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    if list(now) == list(before) and all(map(is_, now.values(), before.values())):  # the usual case, compared in C
-        return True
     return all(name in now and _is_same(now[name], value) for name, value in before.items())
 
 

@@ -58,19 +58,19 @@ class TokenGraph:
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
         """Runs the call and captures it. `word` is the name of the argument that is the cache."""
         self._word, cache = word, kwargs[word]
-        given = pytree.tree_map_only(torch.Tensor, torch.clone, {**kwargs, word: None})
-        self._leaves, self._spec = pytree.tree_flatten(given)
+        given = {name: _clone(value) for name, value in {**kwargs, word: None}.items()}
+        self._leaves, self._form = _flat(given)
         self._captured = program.capture(**{**given, word: cache})
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
         """True if a launch can compute a call: tensors have the same sizes, other values are equal, and the cache is that of the graph."""
-        leaves, spec = pytree.tree_flatten({**kwargs, self._word: None})
-        return spec == self._spec and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
+        leaves, form = _flat({**kwargs, self._word: None})
+        return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         with self._captured:
-            for own, leaf in zip(self._leaves, pytree.tree_leaves({**kwargs, self._word: None}), strict=True):
+            for own, leaf in zip(self._leaves, _flat({**kwargs, self._word: None})[0], strict=True):
                 if isinstance(own, torch.Tensor):
                     own.copy_(leaf)
             self._captured()
@@ -79,7 +79,22 @@ class TokenGraph:
     def result(self) -> Any:
         """Copy of the last launch's result, without its cache."""
         made = self._captured.outputs
-        return type(made)(**pytree.tree_map_only(torch.Tensor, torch.clone, {name: made[name] for name in made if name != self._word}))
+        parts = {name: value for name, value in made.items() if name != self._word}
+        return type(made)(**{name: _clone(value) for name, value in parts.items()})
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Leaves of values by name, and the structure of each value. Most values are leaves, for which pytree takes longer."""
+    leaves, form = list[Any](), dict[str, Any]()
+    for name, value in values.items():
+        is_leaf = value is None or isinstance(value, torch.Tensor | bool)
+        own, form[name] = ([value], None) if is_leaf else pytree.tree_flatten(value)
+        leaves += own
+    return leaves, form
 
 
 class _Rank:
