@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ class Ring(nn.Module):
         several = (at + torch.arange(3)) % WINDOW
         self.keys[:, several] += keys
         return self.keys.sum(1), self.keys[:, at % WINDOW], self.places + 0
+
+
+class Doubled(torch.autograd.Function):
+    """Reads numbers of a tensor in Python, which a trace cannot record."""
+
+    @staticmethod
+    def forward(_: Any, x: Any) -> Any:
+        return x.new_tensor([2 * one for one in x.tolist()])
+
+    @staticmethod
+    def backward(_: Any, gradient: Any) -> Any:
+        return gradient * 2
 
 
 def of_sizes(x: Any) -> Any:
@@ -112,6 +125,31 @@ def test_a_ring(ranks: int) -> None:
             torch.testing.assert_close(model(x, torch.tensor(at)), want(x, torch.tensor(at)))
     torch.testing.assert_close(module.state_dict(), want.state_dict())
     assert str(model.program.host).count("kernel @scatter") == 1  # only the write to several positions passes over the whole cache
+
+
+def test_another_thread_computes_as_usual_during_a_trace() -> None:
+    """Brackets of this thread then return views at elements, and slices to elements, seeds and hooks are refused."""
+
+    def compute() -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        y = torch.arange(4.0, requires_grad=True)
+        y.register_hook(lambda gradient: gradient * 2)
+        row = y.detach().clone()
+        row[torch.tensor(1)] = 7
+        (gradient,) = torch.autograd.grad(Doubled.apply(y).square().sum(), y)
+        return row[: torch.tensor(2)], gradient, torch.empty(3).random_(), math.exp(1)
+
+    found = []
+
+    def traced(x: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(compute).result())
+        return x * 2
+
+    hostweave.torch.compile(Of(traced), hw.Mesh(tp=1), {}, (torch.randn(2, 5, 4),), training=True)
+    assert found
+    for one in found:
+        torch.testing.assert_close(one, compute())
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {

@@ -37,6 +37,7 @@ from hostweave.torch.nodes import location
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
+from hostweave.torch.replaced import replaced
 from hostweave.torch.scaled import with_quantized_linears
 
 tracing = threading.RLock()  # locked while torch traces, because torch's tracing modes affect the sizes that other threads trace
@@ -75,10 +76,10 @@ def exported(
             _of_whole_sequences(module),
             with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
-            patch.object(torch, "manual_seed", _refuse_seed),
-            patch.object(torch.autograd, "grad", _without_gradients(torch.autograd.grad)),
-            patch.object(torch.autograd, "backward", _without_gradients(torch.autograd.backward)),
-            patch.object(torch.Tensor, "random_", _randomize),
+            replaced(torch, "manual_seed", _refuse_seed),
+            replaced(torch.autograd, "grad", _refuse_gradients),
+            replaced(torch.autograd, "backward", _refuse_gradients),
+            replaced(torch.Tensor, "random_", _randomize),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             _without_logs(),
@@ -141,17 +142,9 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
         tensors.update(renamed)
 
 
-def _without_gradients(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that raises ProgramError in this thread instead of computing gradients by `own`."""
-    thread = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return own(*args, **kwargs)
-        why = "forward computes gradients, which is not compiled"
-        raise ProgramError(f"{why}; compute them outside of the module, or use torch.func.jvp", Location.of_caller(_TORCH))
-
-    return call
+def _refuse_gradients(*_: Any, **__: Any) -> None:
+    why = "forward computes gradients, which is not compiled"
+    raise ProgramError(f"{why}; compute them outside of the module, or use torch.func.jvp", Location.of_caller(_TORCH))
 
 
 def _refuse_seed(*_: Any) -> None:
@@ -279,18 +272,20 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
         return call
 
+    thread = threading.get_ident()
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch itself uses the latter for tracing
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:  # reentrant checkpoint: ignored, because the values to save are chosen for the whole graph
             function, _, *given = args
             return function(*given)
-        if not cls.__module__.startswith("torch._"):  # functions that torch itself uses for tracing
-            return call_function(cls, args, kwargs)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return call_function(cls, args, kwargs)
 
     # Function.apply calls this method, even if the user has stored apply under another name before.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
-        patch.object(torch.Tensor, "register_hook", refused("a hook")),
+        replaced(torch.Tensor, "register_hook", refused("a hook")),
     ):
         yield
 

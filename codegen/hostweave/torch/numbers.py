@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.fx import Graph, Node
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.torch.nodes import OF_TORCH
+from hostweave.torch.replaced import replaced
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _OPS: dict[str, Any] = {  # function of numbers -> op of tensors
@@ -95,7 +95,8 @@ def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Inside the `with` block, functions accept sizes that are not fixed, and brackets accept tensors without dims as indices.
+    """Inside the `with` block, functions accept sizes that are not fixed, and brackets accept tensors without dims as indices, in this
+    thread.
 
     Yields a list, to which each line that fixes a size is added.
     """
@@ -127,13 +128,13 @@ def symbolic() -> Iterator[list[Location | None]]:
     ]
     with ExitStack() as stack:
         for module, name, function in functions:
-            stack.enter_context(patch.object(module, name, either(getattr(module, name), function)))
+            stack.enter_context(replaced(module, name, either(getattr(module, name), function)))
         for name in ("__getitem__", "__setitem__"):
-            stack.enter_context(patch.object(torch.Tensor, name, _bracket(getattr(torch.Tensor, name))))
+            stack.enter_context(replaced(torch.Tensor, name, _bracket(getattr(torch.Tensor, name))))
         for holder in (torch, torch.Tensor):
-            stack.enter_context(patch.object(holder, "narrow", _narrow(holder.narrow)))
+            stack.enter_context(replaced(holder, "narrow", _narrow(holder.narrow)))
         for name in ("guard_int", "guard_float", "guard_bool"):
-            stack.enter_context(patch.object(SymNode, name, guard(getattr(SymNode, name))))
+            stack.enter_context(replaced(SymNode, name, guard(getattr(SymNode, name))))
         yield fixed
 
 
