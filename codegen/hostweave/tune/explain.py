@@ -1,33 +1,40 @@
-"""Text of `Program.explain`: how each communication and attention is executed, the alternatives, and the reason."""
+"""Text of `Program.explain`: how communication, attention and split matmuls are executed, the alternatives, and the reason."""
 
 import re
 from collections.abc import Iterator, Mapping, Set
 
+from hostweave.analysis.alignment import SIDES
 from hostweave.communication.schedules import transport_of
+from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
 from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, STEP, is_composed, scaling
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel, seconds
 from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, hidden_beside, min_gain
 from hostweave.types.tensor import TensorType, f32
 
+# fields of a matmul of the remaining indices of a dim that are parts -> the dim
+_PARTS: dict[tuple[str, ...], str] = {("a", "b"): "terms", ("b", "dst"): "columns", ("a", "dst"): "rows"}
+
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program, with a line for each communication and each attention, first for functions.
+    """Explains the program, with a line for each communication, attention and split matmul, first for functions.
 
     `fusion` is the last stage before the host IR, and `host` is the host IR to which it was lowered.
     """
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
+    bodies = {host.name: host.body, **{function.name: function.body for function in host.functions}}
     for body in (*fusion.functions, fusion):
         chosen = {choice.value: choice for choice in host.choices if choice.function == body.name}
-        lines_of_body = [f"  {line}" for line in _lines(body, chosen, options, in_kernels)]
+        lines_of_body = [f"  {line}" for line in (*_lines(body, chosen, options, in_kernels), *_split(bodies.get(body.name, ())))]
         lines += [f"@{body.name}", *lines_of_body] if lines_of_body else []
     return "\n".join(lines) + "\n"
 
@@ -75,6 +82,23 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask of another dtype"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, because {why}"
+
+
+def _split(body: tree.Body) -> Iterator[str]:
+    """Lines for the matmuls that `split_unaligned` split."""
+    slices = {i.out: i for i in tree.walk(body) if isinstance(i, ir.PartialView) and re.search(r"_(rest|aligned)(_\d+)?$", i.out)}
+    ends = {(i.src, i.span[0], expr_of(i.span[2])) for i in slices.values() if i.span[1] == Const(0)}
+    found: dict[str, dict[str, None]] = {}
+    for i in tree.walk(body):
+        of = {field: getattr(i, field, "") for field in SIDES}
+        rests = {field: slices[name] for field, name in of.items() if name in slices and (slices[name].src, *slices[name].span[:2]) in ends}
+        if word := _PARTS.get(tuple(rests)):
+            name, (_, start, size) = of["dst"], next(iter(rests.values())).span
+            while name in slices:
+                name = slices[name].src
+            found.setdefault(name, {})[f"{start} and {size} {word}"] = None
+    for name, parts in found.items():
+        yield f"%{name} = matmul: split into {', and '.join(parts)}, because unaligned matmuls are slower"
 
 
 def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:

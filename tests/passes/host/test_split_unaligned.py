@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -62,3 +63,19 @@ def test_in_a_chunk_loop_on_two_ranks() -> None:
     text = computes(gathered, SLOW, hw.Mesh(x=2), x=hw.bf16["16@x", 16], w=hw.bf16[19, 16])
     assert "for %i" in text
     assert "_rest" in text
+
+
+def test_explain_says_how_a_matmul_is_split() -> None:
+    """Slices of the program itself are not reported, nor is an aligned matmul."""
+
+    def products(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        x_rest, w_rest = x[:, 8:], w[8:]
+        return hw.max(x @ w, 1) + hw.max(x_rest @ w_rest, 1)
+
+    explained = {
+        n: hw.compile(hw.fusion(x=hw.bf16[16, k], w=hw.bf16[k, n])(products), options=SLOW).explain() for n, k in ((25, 17), (24, 16))
+    }
+    assert re.findall(r"%matmul_w = .*", explained[25]) == [
+        "%matmul_w = matmul: split into 16 and 1 terms, and 24 and 1 columns, because unaligned matmuls are slower"
+    ]
+    assert "split" not in explained[24]
