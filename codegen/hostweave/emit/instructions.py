@@ -396,7 +396,6 @@ class Emitter:
         self.in_group = True
         body = self.body(i.body)
         self.in_group = False
-        self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         return body
 
     def in_block(self, i: ir.Get, what: str) -> str:
