@@ -1,4 +1,4 @@
-"""Environment variables that Hostweave reads."""
+"""The environment variables whose names begin with HOSTWEAVE_, and a warning about misspelt ones."""
 
 import os
 import warnings

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
+_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; an import may itself wait for a module that the forking thread imports
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
 # Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open for

@@ -22,5 +22,5 @@ BUILDER = PACKAGE / "build"
 
 HOST_IR = "program.hw"  # file with the host IR, next to the generated sources
 
-# Results of the build: libhostweave_cpu.so and the binding.
+# folder of the build's results: libhostweave_cpu.so and the binding
 NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")

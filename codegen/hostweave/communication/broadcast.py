@@ -1,4 +1,4 @@
-"""Schedules broadcast and reduce: in each iteration, the owner of a block broadcasts the block, or receives the sum of all terms."""
+"""Schedules broadcast and reduce: in each iteration, the owner of a block broadcasts it, or receives the reduction of all ranks' terms."""
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule

@@ -70,7 +70,7 @@ class CollectiveLowering:
                 gather(b, src, dst, shards, steps)
 
     def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
-        """Gathers `src` of all ranks into one buffer, rank by rank."""
+        """Gathers `src` of all ranks into one buffer, in rank order."""
         type = self.b.types[src]
         terms = per_step(self.b, f"{self.op.tensors[0]}_terms", BufferType(type.dtype, (Size(shards.size), *type.shape)), steps)
         gather(self.b, src, terms, replace(shards, dim=0), steps)
@@ -124,7 +124,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of the other ranks into one buffer, rank by rank. `take_shard` later copies the rank's own shard into it."""
+    """Gathers the shards of the other ranks into one buffer, in rank order. `take_shard` later copies the rank's own shard into it."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))

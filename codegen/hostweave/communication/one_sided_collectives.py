@@ -23,8 +23,8 @@ If the operand of a gather is not in a window, such as an input, each rank puts 
 Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again: in a CUDA graph,
 the next signal may be sent only after the receiver has waited for the previous one.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel sums them. For small tensors, each rank gets all terms of
-all blocks and sums them in rank order, so that all ranks have the same rounding.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces them. In an all_reduce of a small tensor, each rank
+instead gets all terms of all blocks, and reduces them in rank order, so that all ranks have the same rounding.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; for fewer, latency dominates, so each rank reads all terms in one round, instead of terms and then results in two rounds
+# bytes; up to this size latency dominates, so each rank reads all terms in one round, instead of terms and then results in two rounds
 SMALL = 1 << 15
 
 
@@ -72,7 +72,7 @@ class OneSidedCollectives(Signals):
         self.get_from_all(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
-        """Gets the terms of the other ranks into one buffer, and sums them."""
+        """Emits gets of the other ranks' terms of this rank's block into one buffer, and the kernel that reduces these terms."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -90,8 +90,8 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduction of each rank's block, and gets of the other ranks' results. Small or uneven tensors are instead gathered, and
-        reduced on every rank."""
+        """Emits a reduction of each rank's block, and gets of the other ranks' results. The terms of small or uneven tensors are instead
+        gathered, and reduced on every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None

@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # fewer terms are separate operands of the kernel that sums them; more are one operand
+MAX_TERMS = 8  # fewer terms are separate operands of the kernel that reduces them; this many or more are one operand
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits a few terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
+    """Splits terms along the outermost dim into separate operands, so that their sum can fuse with its consumer. Does not split MAX_TERMS
+    or more terms."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MAX_TERMS else [terms]
 

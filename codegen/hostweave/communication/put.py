@@ -181,7 +181,7 @@ class _PutScatter(_Loop):
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: LoopSteps) -> None:
-        """Emits a record of an event behind the computation of the term, unless the block is this rank's own."""
+        """Emits a record of an event after the computation of the term, unless the block is this rank's own."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
     def after_step(self, steps: LoopSteps) -> None:

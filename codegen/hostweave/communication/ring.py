@@ -124,7 +124,7 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Emits a put of each chunk to the corresponding buffer on the next rank."""
+        """Emits a put of the only chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
@@ -147,8 +147,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put of the chunk that this rank received one shard earlier. In iterations for the first shard, emits a put of the rank's
-        own chunk."""
+        """Emits a put of the chunk that this rank received one shard earlier. While the first shard of a peer arrives, emits a put of the
+        rank's own chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

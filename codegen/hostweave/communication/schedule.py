@@ -25,7 +25,8 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, to send the other shards early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with the own shard, so that the other shards
+# are sent early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
@@ -112,7 +113,7 @@ class Lowering:
         """Emits instructions in each iteration, before its stream block."""
 
     def step(self, steps: LoopSteps) -> None:
-        """Emits all ops, in the stream block of an iteration."""
+        """Emits instructions in each iteration, in its stream block."""
         raise NotImplementedError
 
     def after_step(self, steps: LoopSteps) -> None:

@@ -63,7 +63,7 @@ class Transfers:
 
 
 def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
-    """True if a transport can move a tensor between two meshes only if all blocks have the same, known size."""
+    """True if a move between two meshes needs blocks of the same size on this transport, but some blocks may differ in size."""
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 

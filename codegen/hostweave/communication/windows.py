@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks parameters that peers access, in this program or in called functions, as parameters in windows."""
+    """Keeps the mark `in_window` only on parameters that peers access, in this program or in called functions."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):
@@ -32,7 +32,8 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Emits a window of the same size on all ranks, and the view `name` of the part that this rank needs."""
+    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields views, of which the last
+    one, `name`, is the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}

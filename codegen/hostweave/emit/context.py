@@ -99,7 +99,7 @@ class ProgramContext:
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
         self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh of these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # channel member -> member of its term exchange, for kernels that all-reduce
+        self.exchanges: dict[str, str] = {}  # channel member -> member of its term exchange, for kernels that communicate
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
         self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`
@@ -110,7 +110,7 @@ class ProgramContext:
         self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their C++ without names
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by kernel and buffer types
         self.temporaries: dict[Begin, Temporary] = {}
-        self.needs_workspace = False  # workspace of cuBLASLt for matmuls on the caller's stream
+        self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
         """Launch of a kernel for buffers of the given types, whose strides are in the kernel's code.

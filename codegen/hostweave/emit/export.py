@@ -45,8 +45,8 @@ def export(
 
     `reference` is the same computation as a program for one device, and `dtypes` are the dtypes of its values. If there is no reference,
     `reference` is the reason as a string. Both programs are compiled for `machine`. The target is chosen when CMake configures:
-    `-DHOSTWEAVE_TARGET=cpu|cuda`. Raises ProgramError for an op that has no C++. Raises ArgumentError if a file with the path of a project
-    file exists, unless an export wrote this file and it was not edited since.
+    `-DHOSTWEAVE_TARGET=cpu|cuda`. Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete
+    a file that no export wrote, or that was edited since an export wrote it.
     """
     emitted = ProgramSources(program, machine)
     alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)

@@ -22,10 +22,10 @@ ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gathe
 
 
 class KernelFacts:
-    """Facts of one kernel, by which its C++ is printed."""
+    """Facts of one kernel that its C++ depends on."""
 
     printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes that the kernel's C++ uses, except sizes that are only loop bounds
+    own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls that the kernel begins with
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
@@ -63,7 +63,7 @@ class KernelFacts:
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """Atoms of these sizes that are parameters of the kernel, in order."""
+        """Atoms of `used_sizes` that are parameters of the kernel, in the printer's order of sizes."""
         used = {atom for size in self.used_sizes for atom in size.atoms}
         return tuple(atom for atom in self.loops.integers.sizes if atom in used)
 

@@ -18,7 +18,7 @@ from hostweave.types.size import Factor, Size, product
 
 @dataclass(frozen=True)
 class Templates:
-    """C++ templates of a distribution, which assigns iterations to threads. Loops of a kernel fill in the placeholders."""
+    """C++ templates of a distribution, which assigns iterations to threads. `LoopPrinter.text` fills in the placeholders."""
 
     loop: str  # head of the loop over the kept dims
     grid: str  # grid of the launch
@@ -176,8 +176,8 @@ class LoopPrinter:
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Arguments for the template parameters of `varied`, one tuple per variant, with the condition that selects the variant. The last
-        variant has no condition."""
+        """For each variant, the condition that selects it, and its arguments for the template parameters in `varied`. The last variant has
+        no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -279,7 +279,7 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """Makes a printer write each multiple of the outermost size as a multiple of the kernel's parameter for this size."""
+    """Returns a printer that writes each multiple of the outermost size as a multiple of the kernel's parameter for this size."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -1,7 +1,7 @@
 """Formats generated C++ in the style of clang-format, and gives access to the Jinja templates.
 
-Templates have one statement per line. This module indents lines by braces, breaks long lines at commas or after `=`, and aligns trailing
-comments.
+Templates have one statement per line. This module indents lines by braces, breaks long lines at commas, operators or after `=`, and
+aligns trailing comments.
 """
 
 import re
@@ -19,7 +19,7 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """Formats C++ that has one statement per line: indents it and breaks long lines."""
+    """Formats C++ that has one statement per line: indents it, breaks long lines, and joins short functions."""
     lines: list[str] = []
     indents = [""]  # indentation of each enclosing block
     function = 0  # index of the first line of the current function
@@ -44,7 +44,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """Joins the lines of a function that has at most one statement. Returns an empty list if the joined line would be too long."""
+    """Returns the lines with a short function on one line, or an empty list if this function cannot be joined."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
@@ -55,8 +55,8 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Patterns of lines that break after their head: conditions, kernels and constructors. The two groups of a pattern are the head and the
-# rest. The number is the indentation of the rest, in steps.
+# Patterns of lines that break after their head: `if` and `for` with a statement, kernels and constructors. The two groups of a pattern are
+# the head and the rest. The number is the indentation of the rest, in steps.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -91,7 +91,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # a call whose only argument is a call or a list breaks inside the argument: `HW_CHECK(cudaMemcpyAsync(`, `allocate({`
+    # a call whose only argument is a call or a list, such as `HW_CHECK(cudaMemcpyAsync(`, breaks before this argument if the argument then
+    # fits on one line, otherwise inside it
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:

@@ -50,8 +50,8 @@ def is_reserved(name: str) -> bool:
 class CppNames:
     """C++ names of one scope. Equal names get equal C++ names, and different names get different C++ names.
 
-    A name that is reserved or already used gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name;
-    members have `_`.
+    A name that is reserved or already used gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name:
+    names of class members end in `_`.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):

@@ -21,7 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, then the compute type or the scale modes."""
+    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, then the compute type TF32, or the dtype of b with
+    the scale modes. Empty if all of these have their defaults."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -57,7 +58,7 @@ class Products:
 
 
 def _result(name: str, uses: DefUse) -> str:
-    """The alias root of a result, or its view with a constant index. If a condition selects the buffer, the second one counts."""
+    """The alias root of a result, or its view with a constant index. If a condition selects one of two buffers, the root of the second."""
     while (place := uses.views.get(name)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
         *_, name = tree.names(place.instruction, "alias")
     return uses.root(name) if name not in uses.views else name

@@ -88,7 +88,7 @@ class ProductEmitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-# Strided copies and fills that lowering inserts: one cudaMemcpy2D if the strides allow it, otherwise a kernel.
+# A strided copy that lowering inserts is one cudaMemcpy2D if the strides allow it, otherwise a kernel. A strided fill is a kernel.
 
 
 @dataclass(frozen=True)

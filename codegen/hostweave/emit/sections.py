@@ -57,7 +57,8 @@ class Section:
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # last, because a `return` stores it
+        # the transposed result is last, because a `return` stores it
+        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]

@@ -1,4 +1,5 @@
-"""One-sided transport: a rank puts into, gets from and signals registered windows of other ranks. Copy engines move the bytes."""
+"""One-sided transport: a rank writes to and reads from registered windows of other ranks, and signals these ranks. Copy engines move the
+bytes."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

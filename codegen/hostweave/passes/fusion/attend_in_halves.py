@@ -110,7 +110,7 @@ class _Halving(OpRewriter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys. The first half of the rows contributes only to the first half of the columns."""
+        """Sums the gradients of the keys or values. The first half of the rows contributes only to the first half of the columns."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))

@@ -86,7 +86,7 @@ class _Decomposition(OpRewriter):
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves a value to another mesh. Gathers these dims before the move, and slices them after the move."""
+        """Moves a value to another mesh. Gathers the dims in `dims` before the move, and slices them after the move."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):

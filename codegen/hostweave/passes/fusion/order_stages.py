@@ -1,4 +1,5 @@
-"""Reorders the stages of a pipeline so that no rank waits while it has work. Micro-batches in plain order become a 1F1B schedule.
+"""Reorders the stages of a pipeline so that no rank waits while it has work. Micro-batches in plain order become a 1F1B schedule: the order
+on the left becomes the order on the right.
 
     %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)              %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)
     %g0: f32[M, N] on stage 1 = transfer(%f0)                 %g0: f32[M, N] on stage 1 = transfer(%f0)

@@ -27,7 +27,7 @@ Shape = tuple[Size, ...]
 
 
 def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
-    """Moves groups of ops until no further move lets ops fuse. Groups with no reshape in common move at once."""
+    """Moves groups of ops until no further move lets ops fuse. Groups without common views move in the same round."""
     while moving := [*filter(None, map(_Groups(fusion).moved, fusion.ops))]:
         moved = _Moving(fusion, moving).rewritten()
         fusion = replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs))

@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between the communications moves before the group. Instructions that only unpack received data move after the group. All of
-them are on one stream, so this delays nothing. The communications keep their order.
+Computation between the communications moves before the group. Instructions that only unpack received data move after the group. All these
+instructions run one after another on one stream, so the moves delay nothing. The communications keep their order.
 """
 
 from dataclasses import replace

@@ -178,14 +178,15 @@ class _Reducing:
         return product(self.uses.types[_block(i)].shape)
 
     def limit(self, members: list[_Small]) -> int:
-        """Largest value of the symbol in the sizes of blocks for which one kernel does these collectives. For ints, 0 if it does not."""
+        """Largest value of the symbol in the sizes of blocks for which one kernel does these collectives. If the sizes are ints, 0 means
+        that no kernel does all of them."""
         limit = min(one.most // self.size(one.i).coefficient for one in members)
         sent = sum(self.size(one.i).coefficient * self.uses.types[one.i.src].dtype.itemsize for one in members)
         room = ir.BLOCK_BYTES // self.given.channel(members[0].i.channel).size - 16 * len(members)  # blocks begin at multiples of 16
         return limit if len(members) == 1 else min(limit, room // sent)
 
     def chosen(self, small: _Small, launch: ir.Launch, end: Place, more: list[_Small]) -> tree.Instruction:
-        """The launch. If the size of a block is symbolic, a condition chooses."""
+        """Returns the launch or, if the size of a block is symbolic, a condition that chooses between the launch and the collective."""
         place, i, _ = small
         few: tree.Instruction = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
         many: tree.Instruction = i

@@ -50,7 +50,7 @@ class Attentions:
 
     def compute(self, op: Op, steps: LoopSteps | None) -> None:
         if op.result.name in self.done:
-            return  # another op's instruction writes it
+            return  # another op's instruction writes this result
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
         if steps:
             self.block(op, made, steps)

@@ -1,4 +1,4 @@
-"""Lowers a fusion to the host IR. An op becomes one instruction, a reshard becomes communication, and a chunk loop becomes a `for`.
+"""Lowers a fusion to the host IR. Most ops become one instruction, a reshard becomes communication, and a chunk loop becomes a `for`.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -78,7 +78,7 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # later calls read these in other memory
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in other memory in later calls
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given

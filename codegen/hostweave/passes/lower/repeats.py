@@ -33,7 +33,7 @@ from hostweave.types.tensor import BufferType
 class _Carried:
     """Memory of a value that is carried from call to call.
 
-    This is one buffer that each call updates, two buffers that alternate, or one buffer that `keeps` the values of all calls.
+    The memory is one buffer that each call updates, two buffers that alternate, or one buffer that `keeps` the values of all calls.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RepeatLowering:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
         self.inputs = {value.name for value in flow.fusion.inputs}
-        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # input -> result in its memory
+        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # result -> input in whose memory it is
 
     def lower(self, op: Op, function: Fusion) -> None:
         b, depth, name, results = self.b, op[DEPTH], op.result.name, len(function.outputs)
