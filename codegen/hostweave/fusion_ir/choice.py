@@ -2,7 +2,7 @@
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The number in parentheses is the number of chunks. put(1) is no loop: the shards are written to one buffer before the matmul reads it.
+The number in parentheses is the number of chunks. put(1) is no loop, but one asynchronous communication before or after the matmuls.
 """
 
 from dataclasses import dataclass

@@ -19,8 +19,8 @@ class IndexMap:
     dim of one element that is broadcast, new, or kept after a reduction. It also marks a dim that cannot be sharded, because the op slices,
     pads or concatenates the dim.
 
-    - `outer`: labels of dims that a reshape splits or merges. Only the outermost of these dims has the label. It can be sharded, but not
-      chunked.
+    - `outer`: labels of dims that a reshape splits or merges. Only the outermost of these dims has the label, and can be sharded. No
+      chunk loop can split it.
     - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Only this number of ranks can split the dim:
       each rank has one block.
     - `unwalked`: labels of dims over which no loop can iterate: the accessed elements depend on data, or the op needs all elements at once.

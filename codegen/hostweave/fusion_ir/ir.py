@@ -1,4 +1,4 @@
-"""The fusion IR: math on global tensors in static single assignment. It has no streams, buffers or ranks."""
+"""The fusion IR: math on global tensors in static single assignment. Only the host IR has buffers and CUDA streams."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat: those of the function, then a stack of the values of each operand and of each result over all calls."""
+    """Results of a repeat: those of the function, then stacks of the values of all calls, for each carried operand and each result. None
+    in place of stacks that the repeat does not keep."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
