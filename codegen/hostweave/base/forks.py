@@ -1,6 +1,6 @@
 """Makes fork safe: in the child, locks are free although a thread of the parent held them, and no module is half imported."""
 
-import concurrent.futures.thread  # noqa: F401  # registers its handlers of forks here, not while a fork waits
+import concurrent.futures.thread  # noqa: F401  # imported here, so that no fork waits while it registers fork handlers
 import os
 import sys
 import threading

@@ -16,7 +16,7 @@ from hostweave.types.machine import Machine
 MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
 MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
 COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
-# seconds to switch from computation to a collective kernel on one stream: its blocks start, and it waits for the last rank
+# seconds to switch from computation to a collective kernel on one stream: the blocks of the kernel start, and wait for the last rank
 SWITCH_SECONDS = 3.5e-6
 LOOP_SECONDS = 12e-6  # seconds for the forks, signals and joins of a loop
 CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration

@@ -58,7 +58,7 @@ class GatheredMemory:
 
 
 class PutGather(_Loop):
-    """All-gather. A rank uses its own shard in place, and the shards of peers arrive one after another.
+    """All-gather. A rank copies its own shard, or uses it in place after `propagate_copies`. The shards of peers arrive one after another.
 
     If the shards of all gathered values are in windows, because the program computed them, peers get the chunks from these windows, and one
     signal covers all values. Otherwise each rank puts the shards of all values to the peers, and each put has a separate signal.

@@ -29,8 +29,8 @@ class _ForwardingRing(_Ring):
     """Ring of sends and recvs. Values are sent from the buffers in which they arrived."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Emits a send of chunks to the next rank, and a receive of the chunks of a later iteration from the previous rank. Then emits a
-        record of this iteration's `event`."""
+        """Emits a send of chunks to the next rank, a receive of the chunks of a later iteration from the previous rank, and a record of
+        this iteration's `event`. Iterations for the last shard do none of this."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -114,7 +114,8 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """The same ring with puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums there."""
+    """Ring for a reduce-scatter by puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums into
+    this memory."""
 
     needs_count = True
 

@@ -182,7 +182,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
 
 @contextmanager
 def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
-    """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if this is other memory."""
+    """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if they are in other memory."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
@@ -190,7 +190,7 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # new views: the `on` body with the first ones may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # a new view, because the `on` body of the first may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))

@@ -25,7 +25,7 @@ def calls_functions(steps: MemoryEvents) -> bool:
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, as in colouring an interval graph. Buffers of a group may share bytes.
-    A group is either in windows or not.
+    Either all buffers of a group are in windows, or none.
 
     `used` maps each live buffer to the index of its group. The buffer of a stream stays live until that stream is joined.
     """

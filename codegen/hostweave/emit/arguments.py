@@ -1,4 +1,4 @@
-"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of both."""
+"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of inputs, outputs and sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 
 class SizeBinding:
-    """A symbolic size whose value is computed from a dim of an input. A call checks that `divisor` divides the value, unless it is 1."""
+    """A symbolic size whose value is computed from a dim of an input. A call checks that the value is a multiple of `divisor`."""
 
     def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
         multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
@@ -37,7 +37,7 @@ class CheckedArgument:
     label: str  # C++ of this name
     dtype: str
     shape: str
-    pattern: str  # expected shape when the sizes that this argument binds are still unknown; such dims are hw::kAny
+    pattern: str  # expected shape before this argument binds its sizes; dims whose size is still unknown are hw::kAny
     sizes: tuple[SizeBinding, ...]
     again: bool  # the shape is checked a second time, after its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]

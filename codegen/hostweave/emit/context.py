@@ -113,7 +113,7 @@ class ProgramContext:
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types, whose strides are in the kernel's code.
+        """Launch of a kernel for buffers of the given types. The kernel's code contains the strides of these types.
 
         Kernels that differ only in names share one definition, which has the name of the first kernel.
         """
@@ -165,8 +165,8 @@ class ProgramContext:
     def condition_of_plan(self, key: PlanKey) -> str:
         """C++ condition under which a plan is needed; empty if always.
 
-        The condition contains the flag of a submesh if all uses are on that submesh. It contains a condition on sizes if this is the
-        condition of all uses.
+        The condition contains the flag of a submesh if all uses are on that submesh. It contains a condition on sizes if all uses
+        have this condition.
         """
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

@@ -68,7 +68,7 @@ def export(
     for path in written.keys() - files.keys():
         (folder / path).unlink(missing_ok=True)  # a file of an earlier export, which CMake would still compile
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # digests first: an interrupted export can be repeated
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # writes the digests first, so that an interrupted export can be repeated
         there = folder / path
         if not there.exists() or there.read_bytes() != content:  # an unchanged file keeps its time stamp, so CMake does not recompile it
             there.parent.mkdir(parents=True, exist_ok=True)

@@ -285,7 +285,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # for an operand that is updated in place, passes the result
+        lies_in = dict(updated(i, self.context.declared, ()))  # the result is passed for an operand that is updated in place
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
@@ -358,7 +358,8 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Emits a collective as a loop over the ranks of its channel. Each iteration sends or receives one block."""
+        """Emits a collective as a loop over the ranks of its channel, which sends or receives one block per iteration. If blocks may differ
+        in size, emits a call of the runtime instead."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")

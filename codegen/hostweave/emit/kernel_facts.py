@@ -180,8 +180,8 @@ class KernelFacts:
         return bool(reduced_indices(op, self.walked.indices))
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for a scale of quantised values, max(x, least) / by, whose literals are in the ranges below. The reciprocal of such a scale
-        is a normal number."""
+        """True for a scale of quantised values, max(x, least) / by, if `by` is from 4 to 2^20 and `least` is at least 2^-80. The reciprocal
+        of such a scale is a normal number."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False

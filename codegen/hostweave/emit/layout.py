@@ -143,7 +143,7 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
-# One template per C++ file, and one macro per instruction.
+# Each generated file has a template, and each class of instructions that emits code has a macro.
 
 
 COMMON = "common"  # file of the macros that do not depend on a transport

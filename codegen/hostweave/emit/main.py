@@ -142,7 +142,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(type: TensorType, program: Mesh) -> str:
-    """C++ of the first rank that has the same shard of an output as rank r. If no formula gives this rank, C++ of rank r itself."""
+    """C++ of the first rank that has the same shard of a tensor as rank r. If no formula gives this rank, C++ of rank r itself."""
     mesh = type.mesh_in(program)
     if not type.axes:
         return str(mesh.all_ranks[0])

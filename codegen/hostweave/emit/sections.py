@@ -164,7 +164,7 @@ class Section:
         """Yields the operands of a value that this scope must compute first. None exist if the value is loaded or computed elsewhere."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
-            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the others
+            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:

@@ -50,7 +50,8 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """Describes a parameter for the module: name, type, dtype, index of its layout in `layouts`, and donated input in its memory."""
+    """Describes a parameter for the module: name, type, dtype, index of its layout in `layouts`, and donated input whose memory it
+    reuses."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]

@@ -94,8 +94,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat: those of the function, then stacks of the values of all calls, for each carried operand and each result. None
-    in place of stacks that the repeat does not keep."""
+    """Results of a repeat. For each result of the function: the value of the last call if the result is carried, otherwise a stack of the
+    values of all calls. Then such stacks for the carried operands and the carried results, with None for the others."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

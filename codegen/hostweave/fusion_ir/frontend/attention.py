@@ -127,8 +127,8 @@ def attention(
       outside of all sequences give zeros and -inf.
 
     For f32, f16 and bf16, attention is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H,
-    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. The elements of a row must be contiguous. Otherwise
-    attention is composed of matmuls and a softmax, which computes in f32.
+    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of
+    matmuls and a softmax, which computes in f32. An operand is copied first if the elements of its rows are not contiguous.
 
     Sharded rows, `S@cp`: keys and values are gathered, or they arrive rank by rank, overlapped with attention to earlier blocks. Rows in
     zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2).

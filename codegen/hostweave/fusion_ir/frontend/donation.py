@@ -16,8 +16,8 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard to the
     input's sharding replaces such an output.
 
-    The output must have the input's dtype and shape, and must not reuse another input. Unless `donate` gives its index, it must be computed
-    from the input. If no output has that shape, an output with the same dims in another order qualifies.
+    The output must have the input's dtype and shape, and must not reuse another input. Unless `donate` gives the index of the output, the
+    output must be computed from the input. If no output has that shape, an output with the same dims in another order qualifies.
 
     Raises ProgramError if no output qualifies, or if several do.
     """

@@ -1,4 +1,4 @@
-"""Indexing functions (gather, scatter, sort, cumulative sums), functions that return views, and losses."""
+"""Functions for indexing (gather, scatter, sort, cumulative sums), any and all, changes of shape, and losses."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -271,7 +271,7 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
     """Inverse of a permutation that `argsort` returned: the position (i64) of each element in the sorted order. `argsort(order)` gives the
-    same result, but sorts."""
+    same result, but is slower, because it sorts."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 

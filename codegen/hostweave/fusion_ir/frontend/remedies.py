@@ -71,7 +71,7 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Arithmetic on it raises an error, which gives the result as the text to write."""
+    """Text of a symbolic size. Arithmetic with a SizeName raises an error, whose remedy is the text of the intended size."""
 
     _extent: Size
 

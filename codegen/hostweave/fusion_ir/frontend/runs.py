@@ -185,8 +185,8 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads: all values of the column except the first are its tensors, without its last
-        tensor. () if there is none."""
+        """The stack or group that a lagged column reads, or () if there is none. The values of the column after the first one are the
+        tensors of the stack or group before the last one."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

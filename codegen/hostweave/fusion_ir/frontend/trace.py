@@ -251,7 +251,8 @@ class Tensor:
 class _Trace:
     """Values of one function that is being traced. During tracing, values are named by consecutive numbers.
 
-    `functions` maps the fusion's functions to their traces, or to None during tracing. `sources` are its user kernels by name.
+    `functions` maps the functions that the fusion calls to traced fusions, or to None while they are traced. `sources` has the
+    fusion's user kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -350,7 +351,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts a Python number to an int or a float, as the dtype of the tensor operands requires."""
+    """Converts an int to a float if the tensor operands are floats. Subclasses of int and float, as in NumPy, become plain numbers."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

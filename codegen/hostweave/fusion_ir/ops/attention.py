@@ -28,7 +28,7 @@ from hostweave.types.zigzag import order_of_pieces
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
-LEAST_SCORE = -1e30  # lower bound of a row's largest score, if that is not -inf
+LEAST_SCORE = -1e30  # least number that is subtracted from a row of scores, so that a row with only -inf gives no NaN
 # the diagonal of a causal mask begins at the first row and column, or ends at the last
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")

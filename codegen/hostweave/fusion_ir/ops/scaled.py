@@ -17,7 +17,7 @@ RESULTS = (bf16, f16, f32)
 # Reasons why cuBLASLt cannot compute a scaled matmul: it does not support the scales on this machine, both operands are f8e5m2, or K or N
 # is not a multiple of STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
-STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of this
+STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of STEP
 
 
 def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b: SymbolicShape) -> str:

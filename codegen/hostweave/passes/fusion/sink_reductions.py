@@ -52,8 +52,8 @@ class _Terms:
 
 
 class _Sinking:
-    """Decides for each value by a minimum cut if its op is applied to terms or to sums. A result of terms is reduced only if a consumer
-    needs the sum."""
+    """Decides by a minimum cut, for each value, whether its op is applied to terms or to sums. A result of terms is reduced only if a
+    consumer needs the sum."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes

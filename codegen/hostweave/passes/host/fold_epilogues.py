@@ -100,7 +100,8 @@ class _Matmuls:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
         ended = replace(ended, dst=targets[value], location=gone[-1].location)
-        if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):  # the op broadcasts the result
+        # the shapes differ if a folded op broadcasts the result of the matmul
+        if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if not rest:

@@ -37,7 +37,8 @@ _number = attrgetter("number")
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Fuses kernels until no kernel can be fused with the kernel that computes its operand, or merged with one that reads the same."""
+    """Fuses kernels until no kernel can be fused with the kernel that computes its operand, or merged with a kernel that reads the same
+    elements."""
     links = Links(_unshared(program))
     # first fuses kernels whose results all consumers can recompute
     while links.fuse(links.is_free) or links.fuse() or links.join():

@@ -40,7 +40,7 @@ PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
 MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
-LEAST_BYTES = 2 << 20  # minimum weights of a concurrent matmul; reading fewer bytes takes less time than a fork
+LEAST_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading fewer bytes takes less time than a fork
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:

@@ -42,7 +42,7 @@ IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
 
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves small collectives into kernels. If the size is symbolic, a condition chooses at run time."""
+    """Moves small collectives into kernels. If the size is symbolic, a condition chooses the kernel or the collective at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:

@@ -50,7 +50,7 @@ class _Rows:
         left = unaligned(matmul, types, machine)
         copied = left.pitched if left else ()
         moved = sum(2 * int(product(type.shape)) * type.dtype.itemsize for type in (types[getattr(matmul, field)] for field in copied))
-        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # iterations would share the copy
+        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # all iterations would use one copy
             return
         for root in widened:
             allocate = self.uses.allocates[root]

@@ -58,7 +58,7 @@ class Buffers:
         """Contiguous buffer that contains a whole value, for functions and user kernels."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
-            source = self.b.memory_of(source)  # visible outside of the `on` body
+            source = self.b.memory_of(source)  # an allocation is visible outside of the `on` body, a view is not
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
             self.by_value[name] = self._copied(name, source)
             return self.by_value[name]

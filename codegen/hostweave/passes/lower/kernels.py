@@ -118,7 +118,7 @@ class Kernels:
 
 
 def _of_shard(op: Op) -> Op:
-    """Converts an iota over a sharded dim to an iota that begins at the first global index of the rank's shard. Other ops stay."""
+    """Converts an iota over a sharded dim to an iota that begins at the first global index of the rank's shard. Other ops do not change."""
     if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))
