@@ -46,8 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Splits a reshape into independent reshapes. Each pairs adjacent dims of `source` with adjacent dims of `target`. [M,
-    8] to [M, 2, 4] gives ([0], [0]) and ([1], [1, 2]). Dims of 1 are paired with each other or omitted."""
+    """Splits a reshape into independent reshapes, as pairs of adjacent dims of `source` and adjacent dims of `target`. [M, 8] to [M, 2, 4]
+    gives ([0], [0]) and ([1], [1, 2]). Dims of size 1 are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):

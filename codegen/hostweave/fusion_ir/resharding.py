@@ -167,8 +167,8 @@ def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorTy
     """Splits a reshard into reshards without zigzag, as pairs of types. There are two pairs if a dim changes to or from zigzag, and
     otherwise one.
 
-    Between the two, each rank holds the whole dim, and reorders its pieces. The types have plain axes in place of zigzag axes: to a
-    reshard, the two pieces of a rank are one shard.
+    Between the two reshards, each rank holds the whole dim, and reorders its pieces. The types have plain axes in place of zigzag axes: to
+    a reshard, the two pieces of a rank are one shard.
     """
     changed = zigzag_changes(source, target)
     if not changed:

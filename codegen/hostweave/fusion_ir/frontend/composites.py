@@ -237,7 +237,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
-    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without the dims inside a block
+    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without dims for the elements of a block
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
         raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; pass such a scale")

@@ -64,7 +64,7 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up", counts=True)
 
-# Clamps the start of a slice to the valid range.
+# The op `start` clamps the start of a slice to the valid range.
 OPS["start"] = replace(OPS["index"], numpy=lambda np, ids, rows: np.clip(ids, 0, len(rows) - 1).astype(np.int64), cpp="hw::start({0}, {1})")
 
 # --- gather -----------------------------------------------------------------------------------------------------------

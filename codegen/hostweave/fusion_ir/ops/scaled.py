@@ -14,7 +14,7 @@ BLOCK = 128  # size of a block along each of its dims
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
-# Reasons why cuBLASLt cannot compute a scaled matmul: it does not support the scales on this machine, both operands are f8e5m2, or K or N
+# Reasons why cuBLASLt cannot compute a scaled matmul: no support of the scales on this machine, both operands are f8e5m2, or K or N
 # is not a multiple of STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of STEP
