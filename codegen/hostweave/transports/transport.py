@@ -27,10 +27,10 @@ class Transport:
     carries: frozenset[str]  # supported instructions, as values of their trait `posts`
     template: str  # file in templates/instructions with one macro per instruction
     library: str  # name of the communication library, for messages
-    # dtypes that it cannot reduce -> the dtype that is reduced instead
+    # dtype that the transport cannot reduce -> the dtype that is reduced instead
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # maximum number of calls in one group
-    # its kernels occupy multiprocessors until the peers arrive, so channels with this property are serialised, in issue order
+    # the transport's kernels occupy multiprocessors until the peers arrive, so channels with this property are serialised, in issue order
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
