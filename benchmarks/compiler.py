@@ -21,7 +21,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.pipeline import lower
 from hostweave.targets.target import find_target
 
-PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # without and with kernels
+PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # two without generated kernels, and two with them
 SIZES = dict.fromkeys(("S", "B", "L"), 4096)
 OPTIONS = {"": hw.Options(), "with chosen loops": hw.Options(sizes=SIZES), "one-sided": hw.Options(sizes=SIZES, transport="one_sided")}
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float]:
-    """Seconds of the proof of order, without and with the comparison of results."""
+    """Seconds to prove the order of a program's accesses, without and with the comparison of results."""
     host = lower(fusion, hw.Options())
     return seconds(lambda: check(host), repetitions), seconds(lambda: check(host, fusion=fusion), repetitions)
 
@@ -139,7 +139,7 @@ print(time.perf_counter() - started)
 
 
 def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
-    """Seconds to lower, check and compile into a cache that has only the runtime, and seconds to repeat this with another constant."""
+    """Seconds to lower, check and compile into a cache that has only the runtime, and then the same for a program with another constant."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder

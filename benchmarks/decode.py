@@ -29,7 +29,7 @@ BLOCKS = 16
 TOKENS = (1, 16, 128)
 ROW = 20  # calls per series
 REPETITIONS = 7
-TOLERANCE = 0.03  # relative to the largest element: variants round to bf16 at different points
+TOLERANCE = 0.03  # relative to the largest element: variants round different intermediates to bf16
 OURS = "captured"
 TUNED = f"{OURS}, tuned"
 COPY = "copy"
@@ -129,7 +129,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
                 assert error <= TOLERANCE, f"{name}: {error}"
             single[COPY] = partial(written.copy_, read)
             yield {name: partial(_row, call) for name, call in single.items()}
-        torch.compiler.reset()  # because it compiles a function for only a few shapes
+        torch.compiler.reset()  # because torch compiles a function for only a few shapes
     for program in programs:
         program.close()
 

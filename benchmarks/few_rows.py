@@ -1,8 +1,8 @@
 """Matmuls of 1 to 8 rows on one GPU, against a device copy of their weights and against torch in a CUDA graph.
 
 A captured call has several matmuls of one operand with different weights, which exceed the GPU's cache. torch's graph has the same matmuls.
-Both graphs are timed alternately. The benchmark prints the memory bandwidth as a fraction of the bandwidth of a copy. The bytes of a copy
-are its reads plus its writes.
+Both graphs are timed alternately. The benchmark prints the bandwidth of reading the weights as a fraction of the bandwidth of a copy. The
+bytes of a copy are its reads plus its writes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import hostweave as hw
 COLD_BYTES = 512 << 20  # bytes of weights: many times a GPU's cache
 TIMINGS = 15
 WARMUPS = 3
-WAIT = 200_000  # cycles for the host to launch the graph
-SHARE = 0.85  # smallest allowed fraction of a copy's bandwidth, if the weights have LARGE bytes
+WAIT = 200_000  # cycles that the GPU spins while the host launches the graph
+SHARE = 0.85  # smallest allowed fraction of a copy's bandwidth, if a weight has at least LARGE bytes
 LARGE = 58_000_000
 ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}

@@ -51,7 +51,7 @@ PARTS: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure in the output of a part. `pattern` has one group, which matches the number."""
+    """A figure in the output of a part, and its goal. `pattern` has one group, which matches the figure's number."""
 
     figure: str
     part: str

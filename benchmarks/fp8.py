@@ -92,7 +92,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
             name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
             try:
                 of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
-            except (RuntimeError, ValueError) as error:  # this torch or GPU does not support the product
+            except (RuntimeError, ValueError) as error:  # this version of torch, or this GPU, does not support the scaled matmul
                 print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
                 continue
             _expect_near(ours(), of_torch())
@@ -179,8 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales. torch quantises by the maximum of a rank's columns, and Hostweave by the
-    maximum of the whole row."""
+    """Compares results with a tolerance for different scales. torch's scale of a row is the maximum of one rank's columns, and Hostweave's
+    scale is the maximum of the whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

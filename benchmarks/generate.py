@@ -39,7 +39,7 @@ def llama(is_tiny: bool, layers: int, device: str) -> Any:
 
 
 def seconds(generate: Callable[[int], Any], tokens: int) -> float:
-    """Seconds of a call on this rank, from the common start of all ranks."""
+    """Seconds of a call on this rank. All ranks start together."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if torch.cuda.is_available():

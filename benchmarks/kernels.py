@@ -31,7 +31,7 @@ HEAD = 128
 
 @dataclass(frozen=True)
 class Case:
-    """A case: a function that takes the library, Hostweave or torch, as `ops`."""
+    """A kernel to measure. Its function takes the library, Hostweave or torch, as `ops`, so that both compute the same."""
 
     name: str
     compute: Callable[..., Any]
@@ -124,7 +124,7 @@ CASES = (
 
 
 class Ours:
-    """Functions of Hostweave, and quantisation with a given scale."""
+    """The functions of Hostweave that cases use, and quantisation with a given scale."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(hw, name)

@@ -4,12 +4,12 @@ The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. 
 transformers uses a static cache, torch.compile, and CUDA graphs for decode. Hostweave and transformers both select the most probable token.
 The projections of transformers' model are sharded by this script, because the plan of transformers supports only checkpoints. Prompts have
 4096 tokens. A decode call is a series of steps that the host enqueues one by one, so host time is included. Printed times are milliseconds
-of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` and `model.py 2 transformers` run one
-number of GPUs and one implementation, in less than a minute each.
+of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` measures only Hostweave on 2 GPUs, in
+less than a minute; `model.py 2 transformers` measures only transformers.
 
-`model.py parts` measures a bound for decode on one GPU. It runs the matmuls of a step alone, and the matmuls with attention. Shapes are
-those of one GPU, and of one of two ranks. The printed share is the ratio of a copy's time to the time of the step. The bytes that the copy
-reads and writes are together as many as those of the weights and of the cache.
+`model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
+the matmuls by torch, and a copy. The copy reads and writes as many bytes in total as the weights and the cache have. Shapes are those of
+one GPU, and of one of two ranks. Each time is printed with the ratio of the copy's time to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
             for times in times_on_ranks(partial(_parts, shards), 1, REPETITIONS):
                 copied = statistics.median(times[COPY])
                 each = ", ".join(f"{of} {report.spread(ms)} ms, {copied / statistics.median(ms):.2f}" for of, ms in times.items())
-                print(f"decode, batch 1, {LAYERS} layers, one of {shards} ranks, share of a copy: {each}", flush=True)
+                print(f"decode, batch 1, {LAYERS} layers, one of {shards} ranks, time, and copy's time / time: {each}", flush=True)
         return
     sides = [side for side in SIDES if side in arguments] or SIDES
     for ranks in [int(word) for word in arguments if word.isdecimal()] or range(1, 1 + min(len(gpus()), 2)):
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _calls(sides: Sequence[str], rank: int, ranks: int) -> Iterator[Calls]:
-    """Calls: decode for each batch size, and prefill for the first batch size."""
+    """Yields three groups of calls: decode with batch 1, prefill with batch 1, and decode with batch 16."""
     import torch
 
     hw.init()
@@ -124,7 +124,10 @@ def _row(step: Callable[[], Any]) -> None:
 
 
 def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
-    """Series of steps with the matmuls of one rank of `shards`: alone, with attention, alone by torch, and a copy of as many bytes."""
+    """Series of decode steps of one of `shards` ranks: only the matmuls, matmuls and attention, only the matmuls by torch, and a copy.
+
+    The copy reads and writes as many bytes in total as the weights and the cache have.
+    """
     import torch
 
     hw.init()

@@ -43,7 +43,7 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # in each round the variants of a case run one after another
 WAIT = 2_000_000  # cycles that a kernel spins before each call of torch, to hide host time; Hostweave's host time is also hidden
-SMALL = 512  # rows, below which there is no hand-written code
+SMALL = 512  # cases with at most this many rows have no hand-written code
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 NCCL, CUBLASMP = "nccl=", "cublasmp="
 IN_TORCH = "torch in sequence"
@@ -96,7 +96,7 @@ def main() -> None:
         list(pool.map(hw.Program.build, {*in_windows, *(program for alternatives in programs for program in alternatives.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
-    measured = []  # while no other process uses the GPUs
+    measured = []  # measured here, because no other process uses the GPUs yet
     for case, alternatives in zip(cases, programs, strict=True):
         measured.append(_measured(case, ranks, alternatives))
         _print_ours(case, measured[-1], _choice_of(alternatives), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
@@ -133,7 +133,7 @@ def _alternatives(case: Case, ranks: int, **options: Any) -> dict[str, hw.Progra
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
     stated = {
-        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # copies without a loop
+        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # only `choices` can select it
         if one.chunks == 1
         else _stated(case.kind, ranks, one.algorithm, one.chunks, **options)
         for one in choice.alternatives

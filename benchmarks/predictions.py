@@ -31,7 +31,7 @@ from hostweave.types.machine import SHIPPED, Machine, shipped
 
 PREDICTED = Path(__file__).with_name("predicted.json")
 RANKS, WARMUPS, REPETITIONS = 2, 3, 15
-LIMIT = 0.1  # fraction of the measured time
+LIMIT = 0.1  # largest allowed error, as a fraction of the measured time
 
 Sizes = dict[str, int]
 Row = tuple[str, Callable[[Machine], hw.Program], Sizes]

@@ -50,7 +50,7 @@ def main(all_rows: Sequence[int] = ROWS) -> None:
         try:
             for row, peer in zip(times, times_on_ranks(make, ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
-        except Exception as error:  # error of a rank
+        except Exception as error:  # re-raised from a rank's process
             print(f"{name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
     for rows, row in zip(all_rows, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
@@ -105,7 +105,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     import torch.distributed as dist
 
     term = begin(x, factors[0])
-    for p in [*factors[1:], factors[0]]:  # the last term is unused
+    for p in [*factors[1:], factors[0]]:  # the factor of the last step makes a term that nothing uses
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
     return x

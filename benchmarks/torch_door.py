@@ -309,7 +309,7 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     compile_ = partial(hostweave.torch.compile, module, hw.Mesh(tp=ranks), shardings, given)
     ours = {"hostweave": compile_(optimizer=_adamw(module))}
     first = _losses(rank, "hostweave", partial(ours["hostweave"], *local))
-    if DEVICE == "cuda":  # graphs continue the training of the same parameters
+    if DEVICE == "cuda":  # the graphs train the same parameters further
         ours['hostweave with graph="auto"'] = compile_(optimizer=_adamw(module), options=hw.Options(graph="auto"))
     for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # async TP needs GPUs
         name = f"torch.compile{' with async TP' * is_async}"

@@ -37,7 +37,7 @@ def llama(layers: int, is_tiny: bool) -> Any:
 
 
 def gpt2(layers: int, is_tiny: bool) -> Any:
-    """GPT-2 without dropout, because the variants would draw different random numbers."""
+    """GPT-2 without dropout: with dropout the variants would use different random numbers."""
     sizes = {"n_embd": 64, "n_head": 4, "vocab_size": 1024} if is_tiny else {"n_embd": 1024, "n_head": 16}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_positions=1024, use_cache=False, **sizes, **off))
@@ -93,7 +93,7 @@ def milliseconds(way: Way) -> float:
         return 1000 * (time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)  # lets the host run ahead
+    torch.cuda._sleep(20_000_000)  # the GPU spins while the host enqueues calls
     start.record()
     call()
     end.record()

@@ -1,6 +1,6 @@
 // All-gather + matmul and matmul + reduce-scatter of cuBLASMp, as variants of put_pipelines.cu.
 //
-// Needs cuBLASMp 0.10 or later, for threads as ranks. Only algorithms without multicast are requested.
+// Needs cuBLASMp 0.10 or later, because the ranks are threads of one process. Only algorithms without multicast are requested.
 #pragma once
 #include <cublasmp.h>
 
@@ -19,10 +19,10 @@ constexpr std::pair<const char*, cublasMpMatmulAlgoType_t> kMpAlgorithms[] = {
 };
 
 // y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. cuBLASMp has column-major matrices, and
-// computes the transposes: y^T = w^T x^T. A block of a sharded dim is one shard: no cyclic layout.
+// computes the transposes: y^T = w^T x^T. Each rank has one block of a sharded dim, so the layout is not block-cyclic.
 class MpMatmul {
  public:
-  // m: rows after the gather or before the scatter; n, k: of one rank.
+  // m: rows after the gather or before the scatter. n and k: columns and rows of w on one rank.
   MpMatmul(Gpu& gpu, bool gathers, int64_t m, int64_t n, int64_t k, const bf16* x, const bf16* w, bf16* y,
            cublasMpMatmulAlgoType_t algorithm)
       : gathers_(gathers), m_(m), n_(n), k_(k), ranks_(gpu.ranks), x_(x), w_(w), y_(y) {
@@ -81,7 +81,7 @@ class MpMatmul {
   cublasMpGrid_t of_result() const { return gathers_ ? by_rows_ : by_columns_; }
 
   int64_t rows() const { return gathers_ ? n_ * ranks_ : n_; }   // rows of y^T on all ranks
-  int64_t depth() const { return gathers_ ? k_ : k_ * ranks_; }  // length of the sum on all ranks
+  int64_t depth() const { return gathers_ ? k_ : k_ * ranks_; }  // contracted dim (K) over all ranks
 
   static cublasMpMatrixDescriptor_t matrix(int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns,
                                            cublasMpGrid_t grid) {

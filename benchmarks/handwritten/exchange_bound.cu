@@ -5,7 +5,7 @@
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
 // Run     ./exchange_bound (on two GPUs with peer access).
 // Output  The microseconds of a step on the slower GPU: the median of 15 measurements and their range. There is a line for each
-//         number of rows, kind of step and number of blocks. A row has 8192 bf16.
+//         number of rows, kind of step and number of thread blocks. A row has 8192 bf16 elements.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -91,7 +91,7 @@ void measure(Gpu (&gpus)[2], int rows, int blocks) {
   for (int i = 0; i < kMeasurements; ++i) {
     for (int r = 0; r < 2; ++r) {
       CHECK(cudaSetDevice(r));
-      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // warm-up: afterwards both GPUs have started
+      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // warm-up, so that both GPUs are ready when the measurement starts
       CHECK(cudaEventRecord(gpus[r].begin, gpus[r].stream));
       for (int k = 0; k < kLaunches; ++k) CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));
       CHECK(cudaEventRecord(gpus[r].end, gpus[r].stream));

@@ -24,7 +24,7 @@ def print_machine() -> None:
 
 
 def print_tools(*packages: str) -> None:
-    """Prints the versions of Hostweave and `packages`, and the compilers and libraries of this machine. For benchmarks without torch."""
+    """Prints the versions of Hostweave and `packages`, and the compilers and libraries of this machine, for benchmarks without torch."""
     print("; ".join([f"hostweave {hw.__version__}", *(f"{package} {_version(package)}" for package in packages)]))
     for part, text in report():
         print(f"{part:10} {text}", flush=True)
@@ -68,7 +68,7 @@ def _version(package: str) -> str:
 
 
 def spread(times: Sequence[float], digits: int = 3, per: float = 1) -> str:
-    """Text with the median and the range. All times are divided by `per`."""
+    """Text with the median and the range of the times, each divided by `per`."""
     low, high = min(times), max(times)
     return f"{statistics.median(times) / per:.{digits}f} ({low / per:.{digits}f} to {high / per:.{digits}f})"
 

@@ -53,7 +53,7 @@ def test_matches_torch(size: int, group: int) -> None:
             keys, values = (x.repeat_interleave(group, 1) for x in (k, v.permute(1, 2, 0, 3)))
             scores = (q @ keys.mT * size**-0.5).masked_fill(~seen, -torch.inf)
             lse = scores.logsumexp(-1).detach()
-            weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row that attends to no column
+            weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # 0 if a row attends to no column
             y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
             wanted = y, lse, *torch.autograd.grad(y, (q, k, v), dy.permute(1, 2, 0, 3))
             for index, want in enumerate(wanted):

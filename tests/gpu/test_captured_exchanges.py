@@ -74,14 +74,14 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """Replays with new values. Calls in between also need more memory than the graph."""
+    """Replays a graph with new values. Calls between replays have the graph's arrays, and once larger arrays, which need more memory."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)
     for seed in range(REPLAYS):
         arrays.fill(seed)
         arrays.expect(step())
-        step()  # consecutive launches
+        step()  # a launch directly before another one
         arrays.expect(step())
         if seed % 2:
             other = larger if seed == 1 else arrays
@@ -91,8 +91,8 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """Ranks decide together to use graphs, although each passes its arrays in a different order. Then sizes grow, and one rank passes new
-    arrays."""
+    """All ranks start to use graphs at the same call, although each passes its arrays in a different order. Then sizes grow, and one rank
+    passes new arrays."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
     first = program(*sets[0].given, group=group)

@@ -113,7 +113,7 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """100 replays with new inputs. Between them are calls of the same program on other streams, also with larger sizes."""
+    """Replays graphs of two programs 100 times with new inputs. Between the replays are calls of one program, also with more tokens."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -138,7 +138,8 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """A launch waits for NCCL's events and records them. The graph has no nodes for these events. Normal calls are between launches."""
+    """The graph has no nodes for NCCL's events: the launch itself waits for these events and records them. Some launches are followed by
+    an uncaptured call."""
     program = layers_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -160,7 +161,7 @@ def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-# Rows, columns and inner dims of matmuls for which cuBLASLt uses split-k, with memsets of counters or sums.
+# (M, N, K) of matmuls for which cuBLASLt splits K, and first sets counters or partial sums to zero by a memset.
 PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024), (2048, 3584, 512))
 
 
@@ -267,7 +268,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
-    """Replays a graph of two programs and torch ops between calls. Then a capture fails, and calls follow."""
+    """Replays a torch graph of two programs and torch ops, between calls. Then another capture fails, and a call and a replay follow."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
     for one in (program, other):  # builds, connects and allocates before the capture
@@ -300,7 +301,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
 
 
 def fails(program: hw.Program, mine: Rank) -> None:
-    """Captures with sizes for which the program is not prepared. torch ends the capture."""
+    """Tries to capture a call for whose sizes the program is not prepared. The call raises an error, and torch ends the capture."""
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -320,8 +321,8 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 launches its graph later. Until then, the report of rank 0 names the line that waits, both in the first and in the second
-    launch."""
+    """Rank 1 launches its graph after rank 0. Until then, the position of rank 0 names the line that waits, both for the first and for the
+    second launch."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 
@@ -359,7 +360,7 @@ def test_in_a_graph_of_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
 def test_puts_in_a_graph(ranks: int) -> None:
-    """Calls and launches use the same signals, in any order."""
+    """Calls use the same signals as the launches of a graph between them, so their signal numbers must continue correctly."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -383,7 +384,7 @@ def test_puts_in_a_graph(ranks: int) -> None:
 
 
 class Driver:
-    """Captures by calls of the CUDA driver API."""
+    """Captures and launches graphs by the CUDA driver API, without torch."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -472,8 +473,8 @@ def test_a_first_call_in_a_capture_is_refused() -> None:
 
 
 def test_calls_go_on_while_another_thread_captures() -> None:
-    """Calls work while another thread captures in torch's default mode, which forbids unsafe calls on all threads. The queries of the
-    watchdog are allowed."""
+    """Another thread queries the state of calls, as the watchdog does, while torch captures. In torch's default mode CUDA forbids unsafe
+    calls on all threads, so a query that makes such a call would end the capture."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -504,7 +505,7 @@ def test_calls_go_on_while_another_thread_captures() -> None:
 
 
 def test_in_graphs_of_torch_on_two_processes(built_here: Mapping[str, str]) -> None:
-    """One process per GPU, as under torchrun."""
+    """Replays a torch graph in two processes with one GPU each, which torchrun starts."""
     ranks = 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     done = subprocess.run(command, env=dict(built_here), capture_output=True, text=True, timeout=300)

@@ -38,8 +38,8 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """Attention to one head of keys, whose stride along heads is arbitrary: one projection contains 8 heads of queries, the key and the
-    value."""
+    """Attention with one projection that contains 8 heads of queries, one of keys and one of values. The stride along the one key head is
+    arbitrary."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -194,9 +194,8 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_shifted_diagonals(diagonal: int) -> None:
-    """Diagonals as for the rows or keys of one rank: the first rows may attend to no column, and the last rows to all columns.
-
-    No row attends to the last columns.
+    """Causal diagonals of a rank that has a shard of the rows or keys. The first rows may attend to no column, and the last columns may be
+    hidden from all rows.
     """
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
@@ -243,7 +242,8 @@ def test_parts_of_merged_projections(batch: int) -> None:
     ],
 )
 def test_errors(type: str, operand: str, why: str) -> None:
-    """Errors that only handwritten host IR can cause, because fusions decompose attention with such heads, and copy such operands."""
+    """Errors that only handwritten host IR can cause: lowering decomposes attention with unsupported heads, and copies unsupported
+    operands."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
     result = type.rpartition(",")[0] + f", {size}]"
@@ -257,7 +257,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """Cases without cuDNN: lengths with rows that do not start at row 0. Misaligned operands are copied."""
+    """Attention that cuDNN does not support: lengths whose diagonal does not start at row 0, and misaligned operands, which are copied."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
@@ -285,7 +285,7 @@ def test_cases_that_cudnn_lacks() -> None:
 
 @cache
 def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> Fusion:
-    """Program of packed sequences, whose operands and results have this order of dims."""
+    """Attention of packed sequences, with gradients. `order` is the order of the dims of operands and results."""
     back = tuple(order.index(dim) for dim in range(4))
 
     def laid(heads: int) -> Any:

@@ -45,7 +45,7 @@ def products(t: DType) -> Fusion:
 
 
 def scaled(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Scales weights so that products are as large as their operands, because exp on the GPU is less accurate for large arguments."""
+    """Scales weights so that products are about as large as the other operand. The GPU's exp is less accurate for large arguments."""
     k = arrays["x"].shape[-1]
     return {name: (array * k**-0.5).astype(array.dtype) if name in ("w", "wt", "v") else array for name, array in arrays.items()}
 

@@ -31,7 +31,7 @@ def gathered_by_puts(x, w):
 
 
 def with_fault(folder: Path) -> hw.Program:
-    """The program, in which rank 1 omits a signal if an environment variable is set."""
+    """The program with edited C++: rank 1 omits a signal if an environment variable is set."""
     os.environ["HOSTWEAVE_EDIT"] = str(folder)
     options = hw.Options(transport="peer")
     _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder
@@ -62,7 +62,7 @@ def hang(folder: str, how: str) -> None:
     if how == "signal":
         os.environ["HOSTWEAVE_TEST_FAULT"] = "1"
     if how == "signal" or group.rank == 0:
-        for _ in range(3 if how == "graph" else 1):  # the host runs ahead
+        for _ in range(3 if how == "graph" else 1):  # several launches, so that the host is ahead of the GPU
             call()
     torch.cuda.synchronize()  # ends when the watchdog has aborted the channel
     while not group.failure:
@@ -108,7 +108,7 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report names the unfinished launch, and the variable that enables details. With this variable it names lines, as for a call."""
+    """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. With this variable set, the report names lines."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
@@ -147,7 +147,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
 def test_a_process_ends_while_it_makes_channels() -> None:
-    """The process can exit while threads that were not joined are in calls of NCCL."""
+    """The process can exit while its daemon threads are in calls of NCCL."""
     delays = ("0.1", "0.3", "0.5", "0.7", "0.9", "1.2")
     command = [sys.executable, "-c", ENDS]
     started = [subprocess.Popen([*command, delay], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for delay in delays]

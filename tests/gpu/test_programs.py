@@ -195,7 +195,7 @@ def test_calls_in_flight_with_one_hardware_queue() -> None:
 
 @hw.fusion(x=hw.f32["M", "N"])
 def back_and_forth(x):
-    """Program in which every kernel reads data that all blocks of the previous kernel wrote. Some blocks end late."""
+    """Program in which every kernel reads data that all thread blocks of the previous kernel wrote. Some thread blocks end late."""
     for _ in range(8):
         x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
         x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
@@ -203,8 +203,8 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None:
-    """Kernels with programmatic launch wait for the previous kernel: 16 kernels per call, three calls in flight, and memory that is
-    NaN."""
+    """Kernels with programmatic launch wait for the previous kernel. Each call has 16 kernels, and three calls are in flight. Their memory
+    is first filled with NaN, so that a kernel that reads too early gives wrong results."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]

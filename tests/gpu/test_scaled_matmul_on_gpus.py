@@ -12,14 +12,14 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Cases for the kernel of few rows (up to 16): blocks of 256 and of 512 threads, and inner dims smaller than a step of all warps.
+# (M, K, N). The kernel of few rows takes up to 16: it has 256 or 512 threads per block, and K may be smaller than a step of all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
 OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
 
 
 def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
-    """Largest possible error of each element: the result is rounded, and each step of 32 products keeps 14 bits of its largest term.
+    """Bound of the error of each element: the result is rounded, and each step of 32 products keeps 14 bits of its largest term.
 
     `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
     Hopper. A step truncates 33 terms, each by less than 2^-13 of the largest term.

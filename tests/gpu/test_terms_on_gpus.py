@@ -23,7 +23,7 @@ DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
 
 
 def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """Program with y = x + all_reduce(p), and with a kernel that first computes row sums, so that it reads the sum twice."""
+    """Program with y = x + all_reduce(p), and with y minus its row sums, so that one kernel reads y twice."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
     def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -77,7 +77,10 @@ def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: hw.DType) -> None:
-    """Sizes that fill whole packets, sizes that do not, the largest size for a kernel, and a larger size, which NCCL reduces."""
+    """Sizes that do or do not fill whole packets, and sizes that NCCL reduces because they exceed the limit of a kernel.
+
+    On 2 ranks, 16 rows of 8192 f32 elements have exactly the largest size for a kernel.
+    """
     programs = [(width, reducing(width, dtype)) for width in (8192, 96, 31)]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -109,8 +112,10 @@ def test_as_nccl_rounds() -> None:
 
 
 def test_graphs_and_calls_in_flight() -> None:
-    """Launches of two graphs, and calls of two programs with several sizes, without waits in between. Numbers of exchanges must stay
-    consistent."""
+    """Launches of graphs of two programs, and calls of one of the programs with another size, without waits in between.
+
+    All ranks must give each exchange the same sequence number.
+    """
     program, other = reducing(8192), reducing(256)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -144,7 +149,7 @@ ROWS = 8  # rows of each rank
 
 
 def exchanging(dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """Program with y = x + reduce_scatter(p), and with the rows of y of all ranks, doubled and copied."""
+    """Program with y = x + reduce_scatter(p), all_gather(y) * 2, and all_gather(y * 2)."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype[f"{ROWS * RANKS}@tp", "T"], p=dtype[f"{RANKS}@tp", ROWS * RANKS, "T"])
     def exchanged(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -175,7 +180,7 @@ class RowsOf:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(dtype: hw.DType) -> None:
-    """Sizes that fill whole vectors, sizes that do not, the largest size for a kernel, and a larger size, for which NCCL is used."""
+    """Sizes that do or do not fill whole vectors, the largest size for a kernel, and a larger size, for which NCCL is used."""
     program = exchanging(dtype)
     largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
 
@@ -204,7 +209,7 @@ def test_blocks_as_nccl_rounds(columns: int) -> None:
 
 
 def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
-    """Launches of two graphs, and calls of both programs, which exchange blocks and packets, without waits in between."""
+    """Launches of a graph that exchanges blocks and of one that exchanges packets, and calls that exchange blocks, without waits."""
     program, other = exchanging(), reducing(8192)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -230,7 +235,7 @@ def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
 
 
 def gathering(columns: int) -> hw.Program:
-    """Program that gathers three arrays. One kernel does all gathers, and uses the first result."""
+    """Program that gathers three arrays. One kernel does all gathers, and also doubles the first result."""
 
     @hw.fusion(
         mesh=hw.Mesh(tp=RANKS),
@@ -249,7 +254,7 @@ def gathering(columns: int) -> hw.Program:
 
 @pytest.mark.parametrize("columns", [3, 64])
 def test_several_arrays(columns: int) -> None:
-    """Arrays that do or do not fill vectors, up to the largest size, and beyond it, with graphs and calls in flight."""
+    """Arrays that do or do not fill vectors, within the limit of a kernel and beyond it, with graphs and calls in flight."""
     program = gathering(columns)
 
     def body(rank: int, group: hw.Group) -> None:

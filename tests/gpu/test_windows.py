@@ -36,7 +36,7 @@ TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
-    """Memory grows between calls, and is NaN before each call. Several calls are in flight."""
+    """Results with sizes that grow and shrink between calls, and with several calls in flight, whose memory is first filled with NaN."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
@@ -77,7 +77,7 @@ def test_programs_take_turns_on_one_channel(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_torch_tensors_of_a_layer(ranks: int) -> None:
-    """Sizes are so large that copies and matmuls overlap for a long time."""
+    """Sizes at which copies and matmuls take so long that an early read of a copy gives wrong results."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for name in ("ag_matmul_put", "matmul_rs_put"):
         fusion = fusion_of(name, ranks, 3, hw.bf16)
@@ -95,7 +95,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
 def test_arrays_of_a_group_are_read_in_place(name: str, ranks: int) -> None:
-    """Ranks are threads, and arrays are freed between calls."""
+    """Peers read arrays of `group.empty` in place, although the arrays are freed between calls. Ranks are threads."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class Entry:
-    """An entry that can be compared, because it takes tensors, and returns the same result when it is called again."""
+    """An entry whose result can be compared: it takes tensors, and a second call returns the same result."""
 
     name: str
     function: Callable[..., list[torch.Tensor]]
@@ -24,7 +24,7 @@ class Entry:
 
 
 class Several(nn.Module):
-    """A module with several entries, which have separate arguments, so that they are one program."""
+    """A module that evaluates several entries with separate arguments, so that they are compiled as one program."""
 
     def __init__(self, entries: list[Entry]):
         super().__init__()
@@ -35,7 +35,7 @@ class Several(nn.Module):
         return tuple(entry.function(*(next(tensors) for _ in entry.given)) for entry in self.entries)
 
 
-# Entries whose elements cannot be compared: memory that is not initialised, and random numbers, which are not torch's.
+# Entries whose elements cannot be compared: results in uninitialised memory, and random numbers, which differ from torch's.
 _NOT_COMPARED = """
 empty empty_like empty_permuted empty_strided new_empty new_empty_strided
 bernoulli cauchy exponential geometric log_normal normal normal.in_place uniform rand_like randint_like randn_like
@@ -101,7 +101,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
 
 _SEED = torch.manual_seed
 
-# Ops that may return the index of any of several equal elements. The value is the position of the argument `dim`.
+# Ops whose result may be the index of any of several equal elements, and the position of their argument `dim`.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

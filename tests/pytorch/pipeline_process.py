@@ -59,7 +59,7 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
         if in_program:
             norm = nn.utils.clip_grad_norm_(want.parameters(), 0.5)
             torch.testing.assert_close(step.grad_norm.float(), norm.float(), rtol=TOLERANCES[dtype], atol=0)
-        elif number == 0 or dtype == torch.float32:  # roundoff of bf16 may change first steps by twice the rate
+        elif number == 0 or dtype == torch.float32:  # a bf16 rounding error may reverse an element's first step
             expect_gradients(own, want[group.rank], TOLERANCES[dtype])
         for optimizer in (theirs,) if in_program else (mine, theirs):
             optimizer.step()

@@ -145,7 +145,7 @@ class Line(nn.Module):
 
 
 def prepared(mesh: Any, **options: Any) -> Any:
-    """A module after `parallelize_module` and `fully_shard`."""
+    """A module that `parallelize_module` shards on tp, and `fully_shard` on dp."""
     module = Line()
     parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(module, mesh=mesh["dp"], **options)

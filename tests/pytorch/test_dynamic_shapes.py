@@ -50,7 +50,7 @@ def codegen() -> Model:
 
 
 def mamba() -> Model:
-    """A Mamba model. Its scan has the number of steps that the longest sequence needs."""
+    """A Mamba model. Its scan always has as many steps as the longest allowed sequence needs."""
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
     return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
 

@@ -82,7 +82,10 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 
 def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some heads of the cache, and launches a graph for each token. For the same logits, the sampled tokens equal torch's."""
+    """Each rank has some heads of the cache, and launches a graph for each token after the second.
+
+    For the same random seed, the sampled tokens equal those of the module.
+    """
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama", num_hidden_layers=2)
@@ -95,9 +98,10 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
         hw.init(threads)
         return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
 
-    for got in threads.run(rank_main):  # runs first, so that programs are compiled for a rank's blocks of a cache
+    # This loop precedes the `model.generate` below, so that the programs are first compiled in a rank, with its blocks of the cache.
+    for got in threads.run(rank_main):
         assert torch.equal(got.sequences, wanted)
-    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # not the first two tokens
+    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # prefill makes the first token, capture the second
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
     drawn = model.generate(ids, **settings)
@@ -106,7 +110,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_graphs_of_tokens() -> None:
-    """The same graph is launched for all tokens, also after later prompts. A cache that the caller has a reference to does not change."""
+    """The same graph is launched for all tokens, also after later prompts. A cache that the caller still refers to does not change."""
     module = model_of("Llama", num_hidden_layers=2)
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
@@ -121,7 +125,7 @@ def test_graphs_of_tokens() -> None:
             graphs.append(model.generation._ranks[rank].graph)
             both.wait()  # because a garbage collection during another one does nothing
             if rank == 0:
-                gc.collect()  # the compilation has references to the cache
+                gc.collect()  # frees reference cycles of the compilation, which keep the cache
             both.wait()
         assert graphs[0] is graphs[1]
         more = model.generate(first, **settings)
@@ -155,7 +159,7 @@ def test_caches_of_the_user() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_module_of_one_token_and_a_cache() -> None:
-    """A former defect: the length of the cache has no dims, but its sum with torch's range of one element has one."""
+    """A former defect: the module adds the length of the cache, which has no dims, to `torch.arange(1)`, and the sum lost its one dim."""
     module = model_of("Llama", num_hidden_layers=3)
     prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
 
@@ -167,7 +171,7 @@ def test_a_module_of_one_token_and_a_cache() -> None:
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
-    assert "repeat" in model.program.fusion_ir  # a former defect: the numbers in names of new cache values increased by 3, not by 1
+    assert "repeat" in model.program.fusion_ir  # a former defect: layers did not repeat, because of the names of new cache values
 
 
 def test_refusals() -> None:

@@ -47,7 +47,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """Returns the model that all tests use."""
+    """The model with this name, which is made once and shared by all tests."""
     torch.manual_seed(1)
     return MODELS[name]()
 
@@ -141,7 +141,7 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
 
 
 class Centred(nn.Module):
-    """The program contains values that are computed from tensors of the module, but not these tensors."""
+    """A module with tensors that are not inputs of its program, because the program contains values computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Pooled(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Residual blocks without names, results of several dtypes, and an empty slice."""
+    """A module with unnamed residual blocks, results of several dtypes, and an empty slice."""
 
     def __init__(self) -> None:
         super().__init__()

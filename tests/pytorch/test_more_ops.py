@@ -136,7 +136,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], r
         trained = hostweave.torch.compile(own, mesh, plan, tuple(inputs), training=True)(*inputs)
         sum((y**2).sum() for y in trained).backward()
         computed = [trained]
-        if count == ranks[-1]:  # on other meshes, a training program has the same ops
+        if count == ranks[-1]:  # gradients are tested on one mesh, because training programs have the same ops on every mesh
             with torch.no_grad():
                 computed.append(hostweave.torch.compile(own, mesh, plan, tuple(inputs))(*inputs))
         for name, mine, theirs, wanted_y, *made in zip(modules, own.parts, want.parts, wanted, *computed, strict=True):
@@ -178,7 +178,7 @@ def test_convolutions(names: list[str]) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Rounding whose gradient is that of a product."""
+    """Returns a rounded product and x + 1. Its `backward` differs from the true gradient, so a test sees if it is not called."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

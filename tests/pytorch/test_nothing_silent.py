@@ -148,7 +148,7 @@ def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message:
 
 
 class Stateful(nn.Module):
-    """Counts in an attribute, and computes with a local number of the same kind."""
+    """A module whose `forward` counts calls in an attribute, and also computes with a local number."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Stateful(nn.Module):
 
 @pytest.mark.parametrize("state", [1, 0.5, torch.ones(8)], ids=str)
 def test_an_attribute_that_is_kept_for_the_next_call_is_refused(state: Any) -> None:
-    """In regions, the attribute is kept."""
+    """With `fullgraph=False` the module is compiled in regions, and the attribute is kept."""
     module = Stateful(state).eval()
     with pytest.raises(ProgramError, match=r"test_nothing_silent.py:\d+: forward changes state for the next call, .*fullgraph=False"):
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

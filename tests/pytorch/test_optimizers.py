@@ -189,7 +189,8 @@ def test_lines_of_an_update_are_those_of_the_optimizer(name: str, line: str) -> 
     ids=["plain", "clipped"],
 )
 def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
-    """A step whose gradients are not finite changes nothing, even if it is the first step. The scale changes as in torch."""
+    """A step whose gradients are not finite changes no parameter and no state, even if it is the first step. The scale of the loss changes
+    as in torch."""
     torch.manual_seed(0)
     module = Mlp()
     want, calls = copy.deepcopy(module), options.get("accumulate", 1)
@@ -219,7 +220,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
 
 
 def test_state_from_before() -> None:
-    """A compiled step continues from torch's state, for an optimizer whose first step is a different computation."""
+    """A compiled step continues from torch's state, also for an optimizer whose first step differs from later steps."""
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)

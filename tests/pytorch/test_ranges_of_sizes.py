@@ -55,7 +55,7 @@ def test_calls_of_two_ranges() -> None:
 
 
 class Attention(nn.Module):
-    """Heads of a row attend to each other. Each key is repeated for two heads."""
+    """Attention in which each key is repeated for two heads of queries."""
 
     def forward(self, x: Any) -> Any:
         keys = x.view(-1, 2, 4, 4)
@@ -86,8 +86,10 @@ def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.
 
 
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
-    """For each rank and call, True if a program for the call's range runs. A rank has compiled this program once its event is set, at the
-    latest in its third call."""
+    """For each rank and call, True if the call runs the program for its range of sizes.
+
+    A rank compiles this program until its event in `ready` is set, at the latest at its fourth call.
+    """
     graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
     threads = hw.Threads(2)
 

@@ -25,7 +25,7 @@ from hostweave.build.cuda import gpus
 HERE = Path(__file__).parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])
-pytestmark = pytest.mark.xdist_group("scripts")  # so that one worker starts the process that is forked
+pytestmark = pytest.mark.xdist_group("scripts")  # in one worker, which imports torch once and forks
 everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -77,7 +77,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["dtensors"]),  # the example below trains a GPT-2
+        (2, ["dtensors"]),  # without GPT-2, because the example below trains one
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )

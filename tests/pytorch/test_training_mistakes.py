@@ -222,7 +222,7 @@ def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
 
 
 class Activated(nn.Module):
-    """Its derivative reads the first result."""
+    """A module whose backward pass reads the first result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_results_that_are_written_to_before_backward(ranks: int, which: int) -> 
         results = [one if call is model else one.clone() for one in call(X)]
         results[which].select(0, 1).mul_(3.0)
         loss = sum(one.sin().sum() for one in results)
-        if call is model and (ranks, which) == (1, 0):  # the result itself is saved
+        if call is model and (ranks, which) == (1, 0):  # the backward pass reads the result itself, not a copy
             with pytest.raises(ArgumentError, match="a result was written to after the call"):
                 loss.backward()
             return

@@ -241,7 +241,7 @@ def test_constants_that_are_named_as_an_argument_have_no_gradients() -> None:
 
 
 class Peaks(nn.Module):
-    """The gradient of its maximum finds the elements that are equal to the maximum."""
+    """A module with a maximum, whose gradient goes to the elements that are equal to the maximum."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
     assert sum(name.endswith("_joined") for name in kernels) == 2  # rotary embeddings of queries and keys
     assert not [name for name in kernels if "broadcast" in name]
-    # The linear and the backward pass read the same rows of the attention.
+    # The linear layer of the forward pass, and the backward pass, both read the result of the attention in place.
     assert "copy %saved_attention" not in compiled.program.sources["program.hw"]
     assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # product with the weight, and product for the weight's gradient
 

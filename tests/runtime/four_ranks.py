@@ -69,7 +69,7 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """A provider of one rank that does not read the environment. With a store, the rank behaves as if it were a process."""
+    """Provider of one rank that does not read the environment. With a store, the rank behaves like a process, although it is a thread."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self.rank, self.count, self._store = rank, count, store or MemoryStore()

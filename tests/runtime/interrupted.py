@@ -20,8 +20,9 @@ import numpy as np
 
 import hostweave as hw
 
-SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # largest time until an interrupt, in seconds
-SOON = 10.0  # seconds, because other tests may use the machine
+# For each WHAT, the longest time in seconds from the start of the work to its interrupt.
+SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}
+SOON = 10.0  # seconds; long, because other tests may use the machine
 RANKS = 2
 X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5
 

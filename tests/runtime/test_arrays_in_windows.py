@@ -49,7 +49,7 @@ def arrays_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, bound: Sequence[str] = ()) -> None:
-    """Makes one call of a rank with these arguments in windows, and compares the results."""
+    """Makes one call of a rank, in which the arguments named by `in_windows` are in windows, and compares the results."""
     fusion, program = shared(ranks)
     arrays = arrays_of(seed)
     made = {name: group.empty((K // ranks if name in "wv" else M // ranks, K), hw.f32) for name in in_windows}
@@ -67,8 +67,8 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
-    """Number of bytes that all ranks copy in a call."""
-    shared(ranks)  # compiles once, before each thread would
+    """Number of bytes that all ranks together copy in one call."""
+    shared(ranks)  # compiles the program here, because otherwise each thread would
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -76,18 +76,18 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
-    """Inputs in any memory are sent to buffers of the program without a copy. Peers read %h, so it is copied unless it is in a window."""
+    """Inputs are never copied, because ranks send from any memory. Peers read the output %h, so it is copied unless it is in a window."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - h
-    assert copied(ranks, ("w",)) == all_of_them  # both calls must pass arrays in windows, because they use one body
+    assert copied(ranks, ("w",)) == all_of_them  # two calls of `layer` share its code, so arrays of one call do not help
 
 
 def test_in_random_schedules() -> None:
     """Several calls are in flight while windows are written and freed."""
-    shared(3)  # compiles once, before each thread would
+    shared(3)  # compiles the program here, because otherwise each thread would
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:

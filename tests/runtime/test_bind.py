@@ -34,7 +34,7 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
-    """Inputs are bound by position and by name, in one or several steps. Programs are run and called alternately, with new sizes."""
+    """Inputs are bound by position and by name, in one or several steps. Runs and calls alternate, also with new sizes."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)
@@ -51,7 +51,7 @@ def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
         w, b, x = own(W, rank, ranks, 1), B.copy(), own(X, rank, ranks, 0)
         mine, others = program.bind(w=w, b=b), program.bind(w=2 * w, b=b)
         for scale in (1, 3):
-            b *= scale  # a call reads the current values
+            b *= scale  # a bound input is not copied: a call reads its current values
             want = own(X @ W + scale * B, rank, ranks, 0)
             np.testing.assert_array_equal(mine(x), want)
             np.testing.assert_array_equal(mine(x=x, out=np.empty_like(want)), want)

@@ -63,8 +63,8 @@ def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarra
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
     """Tests that replays with new inputs give the exact outputs. Inputs are small integers.
 
-    Between replays there are calls with larger sizes, which do not use the memory of the graph. In some launches the nodes of the graph run
-    as one queue, in a random order.
+    Between replays there are calls with larger sizes, which do not use the memory of the graph. Some launches run the nodes of the graph
+    one by one, in a random order that their dependencies allow.
     """
     ranks = fusion.mesh.size
     program, threads = compiled(fusion, options=options), hw.Threads(ranks)
@@ -99,7 +99,7 @@ SEEDS = 4
 def test_a_captured_call_depends_only_on_the_capture(name: str, ranks: int) -> None:
     """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
-    In a pipeline, in which a rank waits only for some other ranks, a rank may launch while others still capture.
+    In the pipeline `two_stages` a rank waits only for some ranks, so it may launch while others still capture.
     """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
@@ -116,10 +116,10 @@ def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
 def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
-    """Calls with signals. Each rank passes its arrays in a different order.
+    """With graph="auto", calls become graphs on all ranks at the same call, if every rank passes few sets of arrays, in any order.
 
-    If there are few sets of arrays, calls become graphs. If one rank passes new arrays, this rank captures again. Larger sizes follow. If
-    one rank passes new arrays in each call, calls are no longer graphs.
+    If one rank passes new arrays once, only this rank captures again. If it passes new arrays in each call, no rank uses graphs any more.
+    The programs use signals.
     """
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(ranks)
@@ -140,7 +140,7 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         (one,) = group.programs.values()
         for i in (*random.permutation(3), *random.integers(3, size=26)):
             call(*sets[i])
-            assert one.common_graphs.agreed == (len(results) >= 8)  # from call 9: some arrays were new before call 5
+            assert one.common_graphs.agreed == (len(results) >= 8)  # from call 9 on, because earlier calls passed new arrays
         graphs = one.native.graphs
         call(*sets[0] if rank else new())
         assert one.native.graphs == graphs + (rank == 0)
@@ -148,7 +148,7 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         fresh = [new() for _ in range(40)]
         for i, mine in enumerate(fresh):
             call(*sets[0] if rank or i in (0, 1) else mine)
-            assert one.common_graphs.agreed == (len(results) < 63)  # call 65
+            assert one.common_graphs.agreed == (len(results) < 63)  # until call 65; two calls are not in `results`
         return results
 
     for result in zip(*threads.run(on_rank), strict=True):
@@ -156,11 +156,11 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
 
 
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
-    """If windows have grown, all ranks capture again, even if they have graphs of the same arrays, because peers must write to the new
-    windows."""
+    """After windows have grown, all ranks capture again, also those that have a graph of the same arrays: that graph writes to the old
+    windows of peers."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
-    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # exceeds 2 MiB
+    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # x of `larger` exceeds 2 MiB
 
     def on_rank(rank: int) -> list[Any]:
         group, results = hw.init(threads, call_timeout=20), []

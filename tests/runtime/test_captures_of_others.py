@@ -64,8 +64,8 @@ def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captures_of_others(ranks: int) -> None:
-    """A graph contains two programs, one of them twice and on two streams. It is launched on any stream, between calls. Captures of a
-    program that is not prepared fail."""
+    """The application captures two programs in one graph, one of them twice and on two streams. It launches the graph on two other streams,
+    between calls. Captures of a program that is not prepared fail."""
     program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(4)]
 
@@ -87,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # threads compare their calls, so a refused call leaves all ranks unprepared
+        if ranks > 1:  # ranks that are threads compare their calls, so after a refused call none is prepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -151,8 +151,8 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """The watchdog detects that a launch by other code does not end, although no call is made. The time begins when the watchdog
-    first sees the waiting launch, even if it has not read the progress of the program before."""
+    """The watchdog detects that a launch by the application does not end, although the program is not called. The waiting time counts from
+    the moment at which the watchdog first sees the waiting launch, even if the watchdog has not read the program's progress before."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -183,8 +183,8 @@ def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """One rank launches its graph too late. The report names the same line for the first launch, the second launch, and a launch after a
-    call."""
+    """Rank 1 launches its graph too late. Until then, the position of rank 0 names the line that waits: for the first launch, the second
+    launch, and a launch after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
 
@@ -225,7 +225,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
-    """The report names the right unfinished call, even if earlier finished calls were not polled."""
+    """Progress has the number of the unfinished call, even if nobody read the progress while earlier calls ended."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:

@@ -85,7 +85,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.build()
         device.fail(call, nth)
         if not (report := report_of(how, program)):
-            break  # there are fewer calls
+            break  # the program makes fewer device calls, so none failed
         assert f"{call}: made to fail" in report
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
@@ -95,7 +95,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         gc.collect()
         deadline = time.monotonic() + 20
         while (after := device.live()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread frees resources that are in use later
+            time.sleep(0.01)  # another thread frees resources as soon as nothing uses them
         assert after == before, nth
     assert nth > 1
     assert time.monotonic() - started < 100  # the time limit of the device for a missing rank is 120 seconds

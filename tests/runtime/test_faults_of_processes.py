@@ -80,7 +80,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreExchange, "gather", counted)
-    if by == "store":  # simulates ranks on two hosts
+    if by == "store":  # without shared memory, like ranks on two hosts
         monkeypatch.setattr(hw.Group, "make_barrier", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
@@ -88,7 +88,8 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # Ranks exchange the program and the arrays at the first call, and the shared memory or the sizes at each change.
+    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later they compare sizes in this
+    # memory. With "store" they instead exchange the sizes at the first call, and whenever sizes change.
     assert len(gathered) == exchanges * RANKS
 
 

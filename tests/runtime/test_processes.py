@@ -27,13 +27,13 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # seconds; the documentation says about one, but other tests slow the machine down
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, chosen puts
+NOTICED = 4  # seconds until a lost rank is noticed; the documentation says about one, but other tests slow the machine down
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, with puts, with puts by the cost model
 
 
 @dataclass(frozen=True)
 class Place:
-    """Target of the processes, and their programs. On CPU ranks there is one program per kind of communication, to limit the time."""
+    """Target of the processes, and their programs. The CPU target has only one program per kind of communication, to limit the time."""
 
     target: str
     programs: str
@@ -206,7 +206,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """Other ranks continue. They keep their graphs until they exit, so NCCL cannot destroy the communicators before that."""
+    """Other ranks get an error, and form a new group. They keep their graphs until they exit, so NCCL destroys no communicators before."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
@@ -261,7 +261,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.line(rank, 300, beginning="ready")
         ranks.processes[other].send_signal(signal.SIGSTOP)
-        time.sleep(1)  # until the other rank waits
+        time.sleep(1)  # until rank `interrupted` waits for the stopped rank
         ranks.processes[interrupted].send_signal(signal.SIGINT)
         why = f"group 'default': rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
@@ -300,7 +300,7 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
-        if stands_still:  # until the other ranks wait for this rank
+        if stands_still:  # waits until the other ranks wait for the killed rank
             ranks.processes[victim].send_signal(signal.SIGSTOP)
             time.sleep(1)
         ranks.processes[victim].kill()

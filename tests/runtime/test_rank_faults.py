@@ -31,7 +31,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """Exceptions of all ranks for a fault. Tests that the group works afterwards."""
+    """Runs `fault` on all ranks, and tests that their group works afterwards. Returns the exception of each rank."""
 
     def rank(rank: int) -> Any:
         try:

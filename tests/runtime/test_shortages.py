@@ -75,8 +75,8 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """If there is memory for only one thread of the device, that thread must end. Otherwise the code that waits for it would block the
-    device forever."""
+    """If the device has memory for only one of its threads, it must end that thread. Otherwise the device would wait for the thread
+    forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
     script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # threads of the device have stacks of 128 MiB

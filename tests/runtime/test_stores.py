@@ -194,7 +194,7 @@ def test_a_closing_server_informs_its_clients(server: TcpServer) -> None:
     with soon(server.close), pytest.raises(StoreClosed):
         store.get("never", 30)
     with socket.create_server(("127.0.0.1", server.port)):
-        pass  # the port is free again
+        pass  # the bind succeeds because the port is free again
     store.close()
 
 

@@ -20,7 +20,7 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import MeasuredAlgorithms
 from hostweave.runtime.local import LocalProgram
 
-pytestmark = pytest.mark.xdist_group("tuned")  # all measurements are in one file
+pytestmark = pytest.mark.xdist_group("tuned")  # one worker, because all measurements are cached in one file
 
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
@@ -28,7 +28,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def runs() -> list[int]:
-    """How often each algorithm has run since the last call of this function."""
+    """Number of runs of each algorithm since the last call of this function."""
     counts = [DEVICE.hw_cpu_runs_of_algorithm(i) for i in range(3)]
     DEVICE.hw_cpu_set_algorithms(3)
     return counts
