@@ -43,7 +43,7 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-constexpr uint16_t kLeast = 0xfefe;  // both halves of the f32 number -1.7e38
+constexpr uint16_t kLeast = 0xfefe;  // both 16-bit halves of the f32 number -1.7e38
 
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
                     cudaStream_t stream) {

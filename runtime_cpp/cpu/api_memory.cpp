@@ -28,7 +28,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // earlier accesses may have been to host memory at these addresses
+  forget(*pointer, bytes);  // host memory may have had these addresses before, so the history may contain accesses to it
   return cudaSuccess;
 }
 

@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;                // an op is done after it has ended this many times; all launches of a graph share its ops
+  int64_t times;  // the ops of the call are done after they have ended this many times; all launches of a graph share its ops
   int end = Milestones::kNone;  // milestone after all ops of the call
   bool is_enqueuing = true;
 };

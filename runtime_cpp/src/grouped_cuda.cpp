@@ -43,7 +43,7 @@ struct Chosen {
 template <class T>
 using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
 
-// Only Hopper has matrix instructions of warpgroups. A process uses GPUs of one kind.
+// Only Hopper has matrix instructions of warpgroups. The result is cached, because a process uses GPUs of one kind.
 bool has_warpgroups() {
   static const bool has = [] {
     int device = 0, major = 0, minor = 0;

@@ -58,7 +58,7 @@ void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<h
   }
 }
 
-// Destination of the accesses of the kernel that this thread is launching.
+// Points to the list that receives the accesses of the kernel that this thread is launching; null at other times.
 thread_local std::optional<std::vector<hw_cpu_range>>* told = nullptr;
 
 }  // namespace

@@ -21,15 +21,15 @@
 namespace hw {
 namespace {
 
-constexpr uint32_t kAlignment = 16;              // operand alignment in bytes that fast kernels need
-constexpr size_t kMostPlans = 4096;              // maximum plans per matmul, about 2 KiB each
-constexpr int kMeasured = 16;                    // number of recommended algorithms that are measured
-constexpr int kTimings = 7;                      // timings per algorithm
-constexpr float kClearly = 0.98f;                // ratio of times at which an algorithm replaces the best so far
-constexpr int64_t kScaledStep = 16;              // k and n of 8-bit matmuls must be multiples of this
-constexpr int64_t kScaledBlock = 128;            // elements per scale
-constexpr int64_t kScalesStep = 4;               // the number of scales per row of blocks is a multiple of this
-constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches
+constexpr uint32_t kAlignment = 16;    // operand alignment in bytes that fast kernels need
+constexpr size_t kMostPlans = 4096;    // maximum plans per matmul, about 2 KiB each
+constexpr int kMeasured = 16;          // number of recommended algorithms that are measured
+constexpr int kTimings = 7;            // timed runs of each algorithm
+constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is below this share of the best time
+constexpr int64_t kScaledStep = 16;    // k and n of 8-bit matmuls must be multiples of this
+constexpr int64_t kScaledBlock = 128;  // elements per scale
+constexpr int64_t kScalesStep = 4;     // the number of scales per row of blocks is a multiple of this
+constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches: a memset of this size evicts the operands
 
 struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
@@ -211,7 +211,7 @@ struct MatmulPlan::Plan {
   bool aligned_only = false;
   cublasLtMatmulAlgo_t recommended{}, unaligned{};
   const cublasLtMatmulAlgo_t* aligned = &recommended;  // or a measured algorithm
-  const void* zeros = nullptr;                         // operands for k = 0
+  const void* zeros = nullptr;                         // memory of the zeros that replace both operands if k = 0
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
@@ -444,8 +444,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
 }
 
 // CUDA loads a kernel lazily at its first launch, which takes milliseconds and can deadlock with an NCCL kernel that waits for
-// another rank. So every kernel that the plan may launch runs once here on scratch memory, while the device is idle. That
-// includes the variant that accumulates, which may be another kernel.
+// another rank. So every kernel that the plan may launch runs once here on scratch memory, while the device is idle. The
+// accumulating variant of the matmul also runs, because it may be another kernel.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {

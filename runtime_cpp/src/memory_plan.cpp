@@ -29,8 +29,8 @@ struct Lifetime {
   std::vector<Use> uses{};  // consecutive live ranges
 };
 
-constexpr size_t kPlace = 256;  // alignment of cudaMalloc, in bytes
-constexpr int kMoved = 8;       // further attempts; each moves one more buffer to the front of the best order
+constexpr size_t kPlace = 256;  // alignment of buffers in bytes, the same as of cudaMalloc
+constexpr int kMoved = 8;       // attempts after the first orders; each moves one buffer to the front of the best order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
@@ -45,7 +45,7 @@ bool may_share(const Lifetime& a, const Lifetime& b) {
   });
 }
 
-// Lower bound for any placement: maximum of live bytes.
+// Returns a lower bound for the bytes of any placement: the largest number of bytes that are live at one moment.
 size_t lower_bound(std::span<const Lifetime> buffers) {
   std::map<int64_t, size_t> moments;  // moment -> live bytes
   for (const Lifetime& buffer : buffers) {
@@ -226,10 +226,10 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 
 }  // namespace hw
 
-// For tools that print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes of each, and pool of
-// streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace. Pool 0 means no
-// pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower bound. Returns
-// the total bytes.
+// Python calls this function to print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes of each,
+// and pool of streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace.
+// Pool 0 means no pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the
+// lower bound. Returns the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;

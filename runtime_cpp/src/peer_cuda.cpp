@@ -33,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRanks = 64;            // maximum ranks per group
 constexpr uint32_t kMappings = 4096;  // maximum number of mappings of a group at a time
 constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work to end, and for peers to unmap memory
-constexpr auto kWordPhase = 50us;     // time for which all words stay 0 or 1 during an abort
+constexpr auto kWordPhase = 50us;     // during an abort, all words are alternately 0 and 1 for this time
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
 // Shared segment of a group, initially zero.
@@ -133,7 +133,8 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // Counts the ranks that have released a mapping. Later mappings with the same counter continue the count.
+  // Counts the ranks that have released a mapping. Mapping number i + kMappings uses the counter of mapping i, and continues
+  // its count.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
@@ -221,7 +222,7 @@ struct GivenUp {
 
 std::mutex given_up_mutex;
 
-std::vector<GivenUp>& given_up() {  // guarded by given_up_mutex
+std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by given_up_mutex
   static auto* const all = new std::vector<GivenUp>;
   return *all;
 }

@@ -120,7 +120,7 @@ Stream Rank::stream(const char* name, int i) {
   const auto found = pools_->streams.try_emplace(name).first;
   std::vector<Stream>& streams = found->second;
   if (streams.size() <= static_cast<size_t>(i)) streams.resize(i + 1);
-  Stream& stream = streams[i];  // retried if one of the two creations failed
+  Stream& stream = streams[i];  // incomplete if an earlier creation failed, which is then retried
   stream.name = found->first.c_str();
   stream.index = i;
   if (!stream.handle) HW_CHECK(cudaStreamCreateWithPriority(&stream.handle, cudaStreamNonBlocking, priority_of(name)));

@@ -28,7 +28,7 @@ std::string dtype_name(cudaDataType_t dtype) {
   return found == dtypes().end() ? "dtype " + std::to_string(dtype) : found->second.name;
 }
 
-// For example "bf16[*, 512]" for {any, 512}.
+// Returns text for messages, such as "bf16[*, 512]" for dtype bf16 and shape {kAny, 512}.
 std::string type_name(const std::string& dtype, const Shape& shape) {
   std::string dims;
   for (int i = 0; i < shape.ndim; ++i) {

@@ -78,7 +78,7 @@ void TermExchange::Shared::connect(const Channel& channel) {
   bool in_process = true;
   for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
   void* const landing = allocate_shared(bytes + 2 * sizeof(uint32_t), in_process);
-  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before peers know the address
+  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before peers get the address and may write
   HW_CHECK(cudaDeviceSynchronize());
   uint32_t* aborted = nullptr;
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&aborted), sizeof *aborted));
@@ -134,7 +134,7 @@ const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most,
     const auto& [block, result, size] = more.arrays[i];
     if (size > 0) HW_CHECK(ncclAllGather(block, result, size, ncclUint8, channel_.comm(), stream));
   }
-  if (bytes == 0) return this;  // any non-null pointer; no exchange is needed
+  if (bytes == 0) return this;  // nothing to gather; null would tell the kernel to exchange data
   char* const all = static_cast<char*>(shared_.gathered.data());
   if (!scatters) {
     HW_CHECK(ncclAllGather(own, all, bytes, ncclUint8, channel_.comm(), stream));

@@ -99,7 +99,7 @@ def _call(function: str, *arguments: Any) -> None:
         raise ValueError(text) if status == 1 else RuntimeError(text)
 
 
-_ranks_are = ""  # "threads" or "processes", once that is decided
+_ranks_are = ""  # "threads" or "processes"; "" until the first world or run
 
 
 def _decide(what: str, function: str, *arguments: Any) -> None:
@@ -120,7 +120,7 @@ def new_id() -> bytes:
 
 
 class World:
-    """One of the RANKS ranks. Creating a program is collective: every rank does it."""
+    """One of the RANKS ranks. Creating a World or a Program is collective: every rank does it."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
         """Joins the world with this id. `device` is the number of a GPU of this host, by default `rank`. A simulated rank needs none."""
@@ -149,7 +149,7 @@ class Program:
         _call(f"{NAME}_create", world._handle, ctypes.byref(self._handle))
 
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Allocates and plans for arrays of these shapes. All ranks must prepare before any rank calls the program.
+        """Allocates memory and makes plans for arrays of these shapes. All ranks must prepare before any rank calls the program.
 
         `global_shapes` gives, by name, the global shapes of inputs whose dims are not divided evenly among the ranks.
         Raises ValueError if an array has the wrong dtype, shape or device.

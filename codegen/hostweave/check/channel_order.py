@@ -33,7 +33,7 @@ class PostedCommunications:
         """Records the communications of a task that starts at `clock`. Returns those earlier ones that may still run: communications on
         other channels, and kernels that exchange data on any channel."""
         parts = task.operation.communications
-        exchanges = any(part.instruction.exchanges for part in parts)  # a kernel does the communications of its group, too
+        exchanges = any(part.instruction.exchanges for part in parts)  # then the kernel does all communications of the group
         channels = {(channel_of(part), exchanges) for part in parts if part.may_be_serialised}
         if not channels:
             return []

@@ -113,7 +113,9 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
-        for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):  # a task does not read its own writes
+        for part, access in sorted(
+            task_accesses, key=lambda task_access: task_access[1].writes
+        ):  # reads first, because a task does not read its own writes
             memory = self.memory(part, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
                 self.uninitialised = part, access, *uninitialised
@@ -212,7 +214,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# use of each kind of memory on the caller's stream, before and after the call
+# how the caller uses each kind of memory on its stream, before and after the call
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",

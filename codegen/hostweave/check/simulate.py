@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse memory: first if a stream of another pool has freed it, then if one of this pool has
+    # loops whose next iteration may reuse memory that a stream of another pool has freed, or that a stream of this pool has freed
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
@@ -136,7 +136,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
         run.positions[i.out] = BufferPosition(root, 0, generation)
         claim = Access(i.out, ByteRegion(root, 0, layout_of_buffer, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # in a loop, later instructions of the body have run in the previous iteration
+        if generation:  # memory may have been freed in the previous iteration of a loop, by an instruction that follows this one
             steps = dict(run.steps)
             for stream, last in run.freed_until_join.items():
                 then = dict(last.steps)

@@ -90,9 +90,8 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
-    lower_bounds = [
-        (size, smallest) for size, smallest in lower_bounds if set(size.atoms) <= sizes.keys()
-    ]  # without local sizes, which depend on the rank
+    # excludes bounds with local sizes, which depend on the rank
+    lower_bounds = [(size, smallest) for size, smallest in lower_bounds if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, list(dict.fromkeys(lower_bounds)), steps) for steps in STEPS_TO_TRY)), None)
 
 

@@ -80,7 +80,7 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # depends on the rank, but the compiler only emits such views if they fit
+        return ()  # the offset depends on the rank; the compiler emits such a view only if it fits
     return (before, dim_size - before - extent)
 
 

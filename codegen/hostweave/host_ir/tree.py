@@ -79,7 +79,8 @@ class Instruction:
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
-    # may share memory: dst and field "src" or "accumulate"; dst and this rank's "block of src"; src and this rank's "block of dst"
+    # operand that may be the same memory as dst: "src", "accumulate", or this rank's "block of src"
+    # "block of dst": src may be the same memory as this rank's block of dst
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 

@@ -34,15 +34,15 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # the same limit if threads hold computed values, which need more registers than 16-bit inputs
+MANY_THREADS = 1024  # largest number if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # threads that together read 128 bytes: the preferred minimum
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
-EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference; the first number that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
-FEW_HELD, FEW_INPUTS = 16, 12  # most accesses that count as few: with held computed values; with one result and only inputs held
-LARGE = 256  # threads of a large block: with a few more registers per thread, one block fewer fits
+FEW_HELD, FEW_INPUTS = 16, 12  # most accesses that count as few: if computed values are held; if only inputs are held, for one result
+LARGE = 256  # least threads of a large block; a few more registers per thread make one block fewer fit
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
 LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
 EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held

@@ -172,7 +172,7 @@ class Loops:
 
     @property
     def packed(self) -> set[str]:
-        """Places that are contiguous along the vectorised dim."""
+        """Accesses that are contiguous along the vectorised dim."""
         return {access for access in self.memory if self.stride(access, self.along) == ONE}
 
     @property

@@ -49,7 +49,7 @@ class MeasuredAlgorithms:
         self._module.set_measured_algorithms({problem: bytes.fromhex(algorithm) for problem, algorithm in algorithms.items()})
 
     def _saved(self) -> Algorithms:
-        with contextlib.suppress(FileNotFoundError):  # another process is rewriting it
+        with contextlib.suppress(FileNotFoundError):  # another process has removed the folder, to write it again
             if folder := lookup(self._entry):
                 return dict(json.loads((folder / _FILE).read_text()))
         return {}

@@ -97,7 +97,7 @@ class FallibleGroup:
         """Marks the group as failed on this rank and on all others."""
 
         def fail() -> None:
-            if not self._failure:  # otherwise the other ranks know
+            if not self._failure:  # a reason that is set was already reported to the other ranks
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 
@@ -175,7 +175,7 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # read last: a rank joins the exchange before it begins the call
+        # the own number is read last: this rank would have joined the exchange before it began the call that was compared above
         return difference if self.exchange.number < exchange_number else None
 
     def positions(self) -> list[RankPosition]:

@@ -352,7 +352,7 @@ def _own_hosts() -> list[str]:
 
 Environ = Mapping[str, str]
 
-# used without MASTER_PORT: not a usual value of MASTER_PORT, and below the ephemeral ports
+# first port used without MASTER_PORT: such ports are not usual values of MASTER_PORT, and are below the ephemeral ports
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16

@@ -103,7 +103,7 @@ struct ProcessGroup {
   std::shared_ptr<SharedGroup> shared;  // set if ranks are processes; the other members below are for threads
   std::vector<int> devices;             // by rank; -1 before it has joined
   int arrived = 0;
-  bool stopped = false;  // true after a failure in which ranks may have issued different operations
+  bool stopped = false;  // true after a failure if ranks may have issued different operations before it
   // The n-th collectives of all ranks match. The n-th send to a rank matches its n-th recv.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {

@@ -106,7 +106,7 @@ class Machine {
   void detach(Lock& lock);
   void enter(Lock& lock);
   void leave(Lock& lock);
-  // Blocks until ready() returns true. Calls `ready` with the lock held. Returns false after a failure.
+  // Blocks until ready() returns true. Calls `ready` with the lock held. Returns false if the machine has failed.
   bool wait(Lock& lock, std::string waits_for, std::function<bool()> ready);
   void scheduling_point(Lock& lock);
   void pause(Lock& lock);
@@ -176,7 +176,7 @@ class Machine {
   Stream& new_stream(int device, int number);
 
   // machine.cpp
-  void evaluate(Stream& stream);  // adds the stream to the ready list if its first op can make a step
+  void evaluate(Stream& stream);  // adds the stream to the ready list if the first op of its queue can begin or end
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);

@@ -84,8 +84,8 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// Makes the heuristic return `count` algorithms, for tests of tuning. All give the same result; later ones are faster. The second
-// function returns how often an algorithm has run since.
+// Makes the heuristic return `count` algorithms, for tests of tuning. All give the same result; later ones are faster. The
+// second function returns how often an algorithm has run since the last call of the first function.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 

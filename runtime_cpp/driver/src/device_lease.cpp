@@ -37,7 +37,7 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     target::configure({}, 1);
   } catch (const std::exception&) {
-    // Ignored, because the release may still succeed.
+    // The error is ignored, because `release` may succeed nevertheless.
   }
   lock.unlock();
   is_freeing = true;

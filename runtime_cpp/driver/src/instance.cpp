@@ -68,7 +68,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // delegates, so that the destructor runs if this body throws
+Pulse::Pulse() : Pulse(nullptr) {  // after this delegation, the destructor runs even if this body throws
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));

@@ -8,8 +8,8 @@
 
 namespace hw {
 
-// The algorithm of each problem. One rank measures, and all ranks of the process use its algorithm, so equal operands give equal
-// results.
+// Keeps the selected algorithm of each problem. One rank measures, and all ranks of the process use the algorithm that it
+// selects. Equal operands thus give equal results on all of them.
 class Algorithms {
  public:
   // Returns the algorithm of a problem. Calls `measure` for a new problem; meanwhile other callers wait. The pointer stays valid.
@@ -25,7 +25,7 @@ class Algorithms {
     const std::lock_guard lock(mutex_);
     return known_;
   }
-  // Replaces the algorithm, also in existing plans. Must not be called while a rank prepares.
+  // Replaces the algorithm of a problem, also in existing plans. Must not be called while a rank prepares a program.
   void set(const std::string& problem, const cublasLtMatmulAlgo_t& algorithm) {
     const std::lock_guard lock(mutex_);
     known_[problem] = algorithm;

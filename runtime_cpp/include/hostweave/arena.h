@@ -20,7 +20,7 @@ class Arena {
   // freed with the program.
   void reserve(MemoryPlan& plan);
 
-  // See CallOrder.
+  // Enclose the work of a call; see CallOrder.
   cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 

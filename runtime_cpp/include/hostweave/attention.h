@@ -22,9 +22,9 @@ struct AttentionOptions {
   double scale = 1;                           // scale of the scores
   bool causal = false;                        // a row attends to columns up to the diagonal
   int64_t window = 0;                         // a row attends only to the last `window` of these columns; 0: to all
-  bool has_lse = false;                       // also returns log-sum-exps
-  bool has_lengths = false;                   // only so many first columns are valid
-  bool from_end = false;                      // the diagonal is relative to the end of the columns
+  bool has_lse = false;                       // also returns the log-sum-exp of each row of scores
+  bool has_lengths = false;                   // each batch element has a length: the number of its columns that are valid
+  bool from_end = false;                      // the number of valid columns is added to the diagonal
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to columns of its sequence
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
@@ -49,7 +49,7 @@ struct BesideShapes {
   std::optional<Strided> bias_gradient = {};  // has the shape of the bias; nullopt if not needed
 };
 
-// Base of the two plans below. Keeps the plans of the last problems.
+// Base of the two plans below. Keeps the plans of the most recent problems.
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);

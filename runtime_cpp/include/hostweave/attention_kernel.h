@@ -116,12 +116,12 @@ struct PackedSequences {
   static constexpr int kMost = 9;
   int count;  // number of operands
   struct {
-    int32_t* places;  // [batch * sequences + 1], in elements
+    int32_t* places;  // [batch * sequences + 1]: start of each sequence, in elements
     int64_t batch_stride, row_stride;
   } operands[kMost];
 };
 
-// Fills the rows of tokens that belong to no sequence, in an operand of 16-bit elements.
+// Writes `value` to all elements of the rows whose tokens belong to no sequence. The elements have 16 bits.
 struct OutsideSequences {
   const int32_t* offsets;
   int64_t batch, sequences, heads, tokens, size;

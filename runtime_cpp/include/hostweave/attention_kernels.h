@@ -92,7 +92,8 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     products.combine(most, [](float a, float b) { return fmaxf(a, b); });
     HW_UNROLL
     for (int i = 0; i < rows; ++i) {
-      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);  // none() before the first column
+      // The maximum of a row is none() until the row has seen a column.
+      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);
       sums[i] *= before, largest[i] = most[i];
       HW_UNROLL
       for (int j = 0; j < columns; ++j) sums[i] += scores[i][j] = expf(scores[i][j] - shift);
@@ -124,7 +125,7 @@ struct Rows {
   __device__ bool sees(int row, int64_t column) const { return column >= begin[row] && column < end[row]; }
 };
 
-// Loads the data of a tile. Other threads see the data after the barrier of the next product.
+// Loads the row data of a tile. Other threads see these data after the barrier of the next product.
 template <class T>
 __device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sight, int64_t batch, int64_t head, int64_t first) {
   wait_for_threads();

@@ -77,7 +77,7 @@ class CallLog {
   struct State {
     int64_t made;            // calls, and launches by the application that have begun
     int64_t done;            // number of these calls and launches that are done
-    double waiting_seconds;  // since the first unfinished one began; 0 if all are done
+    double waiting_seconds;  // since the first unfinished call or launch began; 0 if all are done
   };
   State state();
   // Reads the state of the streams in the first unfinished call.

@@ -25,7 +25,8 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // A barrier in two parts. It does not make writes visible, so no thread waits for its writes.
+  // A barrier in two parts. A thread need not complete its writes before it arrives, so other threads may not see these
+  // writes.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
   // Writes the element in the shared memory of another block that corresponds to `here`.

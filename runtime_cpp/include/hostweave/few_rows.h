@@ -21,7 +21,7 @@ __device__ bool is_wide(const FewRows<T, kCount>& p) {
   return is;
 }
 
-// Streaming load of 16 bytes. Loads with 256-byte L2 prefetches take 8% longer.
+// Streaming load of 16 bytes. If these loads also prefetch 256 bytes into L2, the kernel takes 8% longer.
 __device__ inline uint4 stream_in(const void* from, bool exists) {
   uint4 v{0, 0, 0, 0};
   if (exists) {
@@ -58,7 +58,7 @@ __device__ uint2 four_terms(const uint4& v, int i, T) {
   return {word(v, 2 * i), word(v, 2 * i + 1)};
 }
 
-#ifdef __CUDA_FP8_H__  // set if the kernel has 8-bit floats; other kernels compile faster without this header
+#ifdef __CUDA_FP8_H__  // kernels without 8-bit floats omit cuda_fp8.h, which compiles slowly
 
 // 8-bit floats are multiplied as f16, which is exact.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
@@ -240,7 +240,8 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums of a block of 128 terms by its scales, and adds them to the total. `first` is the first column.
+// Multiplies the sums over a block of 128 terms by the scales of the block, and adds them to the total. `first` is the first
+// column of the sums.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
@@ -263,8 +264,9 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. Prefetches the first weights before
-// hw::griddep_wait(), and allows the next kernel to launch early. With `kOfBlocks`, applies the scales of blocks.
+// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. Prefetches the first weights
+// before hw::griddep_wait(), and allows the next kernel to launch early. With `kOfBlocks`, each block of 128 terms has its own
+// scales.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {

@@ -229,8 +229,8 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if the number of threads is unknown at compile
-// time. CUB does not support this, and NVRTC takes two seconds to parse CUB.
+// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if the number of threads is unknown at
+// compile time. CUB is not used, because it needs a number known at compile time, and NVRTC takes two seconds to parse it.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];

@@ -70,7 +70,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// The threads of a block. The blocks of a Team process the same lanes.
+// The threads of a block. All blocks of a Team process the same lanes together.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -195,7 +195,7 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// Several warps each count a part of the elements. Elements of one group keep their order.
+// Each of several warps counts the elements of a part of the hw::Lane. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
@@ -208,7 +208,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
               parts = warps < kMost ? warps : kMost;
     const int64_t tiles = (x.length + 32 * parts - 1) / (32 * parts), begin = warp * tiles * 32, all = begin + tiles * 32;
     const int64_t end = warp >= parts ? begin : all < x.length ? all : x.length;
-    const auto for_each = [&](auto use) {  // use(i, group or -1, lanes with that group), 32 elements at once
+    const auto for_each = [&](auto use) {  // a warp calls use(i, group or -1, mask of threads with that group)
       for (int64_t tile = begin; tile < end; tile += 32 * kAtOnce) {
         int groups[kAtOnce];
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
       if (group >= 0 && __ffs(same) - 1 == lane) counts[warp][group] += __popc(same);
       __syncwarp();
     };
-    __syncthreads();  // wait until the counts of the lane before have been read
+    __syncthreads();  // wait until the counts of the previous hw::Lane have been read
     for (int i = threadIdx.x; i < parts * kGroups; i += block.threads()) counts[i / kGroups][i % kGroups] = 0;
     __syncthreads();
     for_each([&](int64_t, int group, unsigned same) { add(group, same); });

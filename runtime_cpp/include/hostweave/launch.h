@@ -107,8 +107,9 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns, with as many blocks as have work, if all blocks run at once.
-// Large clusters cannot fill every GPC, so fewer of their blocks run at once.
+// Matmuls with few rows: one cluster per kProductColumns columns. A cluster is as large as possible, while each block has
+// enough terms to sum, and all blocks run at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks run
+// at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -174,8 +175,8 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// A kernel calls this function first. On the thread that launches the kernel, it records the accesses and returns true, and the
-// kernel returns. When the kernel runs, it returns false.
+// A kernel calls this function first. On the thread that launches the kernel, this function records the accesses and returns
+// true, and the kernel returns. Otherwise this function returns false, and the kernel runs.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by
@@ -286,7 +287,7 @@ cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream
   const void* const function = function_of(kernel);
   if (grid.resident) grid.blocks = smaller(grid.blocks, resident_blocks(function, grid.threads));
   const bool waits = waits_for_stream(function);
-  const unsigned cluster = waits ? grid.cluster : 1;  // both need compute capability 9.0
+  const unsigned cluster = waits ? grid.cluster : 1;  // clusters need compute capability 9.0, like programmatic launches
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
                                        {.id = cudaLaunchAttributeClusterDimension}};
   attributes[0].val.programmaticStreamSerializationAllowed = waits;

@@ -20,7 +20,7 @@ namespace hw {
 // One rank of a process group. Used by one thread at a time, except for `abort`, with the rank's device current.
 class PeerGroup {
  public:
-  static constexpr int kNumbers = 64;  // numbers of signals
+  static constexpr int kNumbers = 64;  // signal numbers between a sender and a receiver
 
   // The memory that all ranks passed to one call of `map`, as one rank has mapped it.
   struct Mapping {

@@ -202,7 +202,7 @@ struct RowUpTo : ThreadGroup<0> {
 template <int kNeighbours>
 struct LongRow : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = 1;  // nominal; the number of accesses is not limited
+  static constexpr int kEach = 1;  // factor by which loops over the row are unrolled, not the number of accesses
 
   int64_t length;
 

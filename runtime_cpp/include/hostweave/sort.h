@@ -125,7 +125,7 @@ template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // per-warp counts of equal keys
+  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: number of equal keys in each warp
   const int64_t length = left;
   Key digits = 0, known = 0;  // key of the last selected element so far, and the mask of its known bits
   bool all = false;           // all elements with these digits are selected
@@ -144,7 +144,7 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
       const bool is_last = i + 1 == kDigits;
       if (counts[i] < left && (is_last || left <= counts[i + 1])) {
         digit = i, before_digit = counts[i];
-        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: unknown
+        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: the number of elements with the last digit is unknown
       }
     }
     block.sync();

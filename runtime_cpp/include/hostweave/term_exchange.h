@@ -22,7 +22,7 @@ class TermExchange {
   // before the kernel.
   void prepare();
 
-  // Orders all calls of the rank that exchange data in kernels, because ranks count their exchanges.
+  // Orders all calls of the rank that exchange data in kernels. All ranks must count these exchanges equally.
   static CallOrder& calls(Rank& rank);
 
   // Makes the first argument of a kernel: hw::Terms or hw::LandedBlocks.

@@ -7,7 +7,7 @@
 // exchange.
 //
 // Exchanges use two slots of memory alternately. Between two writes to a slot, there is an exchange through the other slot. In
-// that exchange, a rank receives data from every peer. A peer sends them after its kernel has read the first slot.
+// that exchange, a rank receives data from every peer. A peer sends these data after its kernel has read the first slot.
 #pragma once
 #include <cstdint>
 

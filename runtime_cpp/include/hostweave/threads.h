@@ -15,7 +15,7 @@ constexpr int kTile = 32;        // columns per tile of a column reduction
 constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that is bound by reading its weights
-constexpr int kFewScaledRows = 16;    // the same for 8-bit floats
+constexpr int kFewScaledRows = 16;    // maximum rows of such a matmul of 8-bit floats with scales
 constexpr int kProducts = 4;          // maximum matmuls of one operand in a kernel
 constexpr int kProductColumns = 64;   // columns per block
 constexpr int kProductThreads = 256;  // threads per block, two blocks per multiprocessor

@@ -59,7 +59,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
         for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
       }
     }
-    __syncthreads();  // the tile is free for the next one
+    __syncthreads();  // all threads have read the tile, so the next one may overwrite it
   }
 }
 

@@ -122,9 +122,9 @@ class FieldRanks:
         roots, found = of_ranks[first.rank], list[_Queue]()
         for each in same:
             if each is not first:
-                has_equal_sizes = of_ranks[each.rank] is roots  # then its layouts are equal, too
+                has_equal_sizes = of_ranks[each.rank] is roots  # ranks with equal sizes also have equal layouts
                 if packed and (not has_equal_sizes or any(cut.local for cut in packed)):
-                    continue  # the instruction depends on the sizes of the rank, or on the offset of its shard
+                    continue  # the packed blocks depend on the sizes of the rank, or on the offset of its shard
                 if any(by_rank[each.rank] != by_rank[first.rank] for by_rank in values):
                     continue
                 if not has_equal_sizes and each.current and not all(map(_has_equal_layout, accesses, each.current.accesses)):

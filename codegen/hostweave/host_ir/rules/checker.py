@@ -317,7 +317,7 @@ class Checker:
         of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # must be an axis of the program's mesh
+            if axis not in of_parts:  # then it has to be an axis of the program's mesh
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

@@ -160,8 +160,8 @@ class Instance {
 
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
-  void launch(const Graph& graph, cudaStream_t caller) const;  // in order with the calls
-  const Graph* graph_of_taken(Graphs graphs);                  // null: make a plain call
+  void launch(const Graph& graph, cudaStream_t caller) const;  // enqueues the graph in order with the calls
+  const Graph* graph_of_taken(Graphs graphs);                  // null: the call is made without a graph
   std::vector<void*> memory() const;                           // addresses of the temporaries' memory
   void or_stop(const std::function<void()>& work);
 

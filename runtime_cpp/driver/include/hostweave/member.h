@@ -68,7 +68,8 @@ class Member {
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // Registers graphs that use the member's channels, because NCCL destroys a communicator only after the graphs that use it.
+  // Registers and destroys graphs that use the member's channels. An abort destroys registered graphs too, because NCCL
+  // destroys a communicator only after the graphs that use it.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 

@@ -32,8 +32,8 @@ struct LaunchEvents {
 
 // Loads the kernels of `straighten` on the current device. Call it before any rank runs.
 void prepare_to_straighten();
-// Replaces a captured graph by an optimised one, whose launches must await and record the returned events. Leaves a graph
-// unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
+// Replaces a captured graph by an optimised one. Each of its launches must await and record the returned events. Leaves a
+// graph unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw
