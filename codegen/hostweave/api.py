@@ -286,11 +286,12 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Captured:
-        """Captures a call with these arrays as a CUDA graph. Collective. Returns a callable that launches the graph and has the `outputs`.
+        """Captures a call with these arrays as a CUDA graph. Returns a callable that launches the graph and has the `outputs`.
 
-        Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same input
-        arrays and writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive.
-        The temporaries of the graph keep their addresses if later calls have larger sizes. The CPU target behaves in the same way.
+        All ranks capture the call together. Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the
+        current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program. The
+        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. The CPU target
+        behaves in the same way.
 
         All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
@@ -306,7 +307,7 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Prepares the rank of this process or thread for calls at each of these global sizes. Collective.
+        """Prepares the rank of this process or thread for calls at each of these global sizes. All ranks of the group do so together.
 
         A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
         After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
@@ -360,7 +361,7 @@ class Program:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
         Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
-        mark costs a few microseconds. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report
+        mark takes about a microsecond. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report
         shows the one with the median time. `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does.

@@ -116,7 +116,7 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder. Computed without reading file contents.
+    """Stamp that changes with every edit of a file below the folder. Computing it reads no contents of files.
 
     The stamp is random if a file was edited after this process began to import the package, because the process may run the old code.
     """
@@ -173,7 +173,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             raise _FailedBuildError(f"{error}; sources and log are in {failed}") from error
         try:
             scratch.rename(entry)
-        except OSError:  # there is something at that path
+        except OSError:  # the path already exists
             if lookup(name):  # another process has published the entry, because the file system has no locks
                 _remove(scratch)
             else:
@@ -228,8 +228,10 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the others are within the limit. Does nothing if the last eviction was less than
-    `period` seconds ago, because an eviction reads all entries."""
+    """Removes the least recently used entries until the others are within the limit, but no entry that was used within the last hour.
+
+    Does nothing if the last eviction was less than `period` seconds ago, because an eviction reads all entries.
+    """
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
@@ -383,7 +385,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file, so opens it again
+            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file: opens the path again
                 continue
             try:
                 yield True

@@ -36,7 +36,7 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# NVRTC has no standard headers. kernels.h has declarations for the host.
+# Texts that replace included headers. NVRTC has no standard headers. The text of kernels.h is empty, because it declares host functions.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing it takes as long as parsing all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
@@ -65,7 +65,7 @@ def units_of(kernels: str) -> list[Unit]:
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h changes with every kernel
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # its text would change every unit with every kernel
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]

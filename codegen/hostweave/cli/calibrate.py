@@ -18,7 +18,7 @@ from hostweave.types.machine import H200, KB, MB, Link, Machine
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 8192, 7168), (8192, 3584, 8192), (8192, 1024, 8192))
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
-COLUMNS = 4096  # bytes of a row of the gathered tensor
+COLUMNS = 4096  # bf16 elements in a row of the gathered tensor
 BUSY = 5e-4  # seconds; if the smallest gather takes longer, another program uses the GPUs
 
 
@@ -78,8 +78,8 @@ def _negated() -> Fusion:
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """Measures the bandwidth of a collective, of a put and of a get. Puts and gets need a loop with a matmul. The matmul has one column, so
-    its time is negligible."""
+    """Measures the times of an all-gather, and of a put and a get if these are possible, for each of SHARDS. The compiler emits puts and
+    gets only in a loop with a matmul. The weight has only 8 columns, so the matmul takes the time to read its chunk."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)

@@ -198,8 +198,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     """Returns the program with numbered lines, and the offsets of its buffers.
 
-    Other sizes are 4096, or the next larger value that divides as required. Raises HostweaveError if `sizes` has a name that the program
-    does not have.
+    Sizes that `sizes` lacks are 4096, or the next larger value that divides as required. Raises HostweaveError if `sizes` has
+    a name that the program does not have.
     """
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"

@@ -238,7 +238,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     **dict.fromkeys((ir.Group, ir.Routed), _group),
     ir.PointToPoint: _pair,
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
-    ir.OneSided: _nothing,  # signals
+    ir.OneSided: _nothing,  # all other one-sided instructions, such as signals, send no data
     **dict.fromkeys((ir.Record, ir.Wait), _ordering),
     **dict.fromkeys((ir.Fork, ir.Join), _forking),
 }

@@ -95,7 +95,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """Bars of the predicted memory of the first rank, one between two changes each, with heights proportional to the bytes."""
+        """Bars of the predicted memory of the first rank. Memory is constant during a bar, whose height is proportional to the bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]

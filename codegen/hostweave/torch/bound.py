@@ -52,9 +52,10 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
 class ProgramPart:
     """A program, and the module's tensors that it reads. A call passes all other inputs by name.
 
-    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A program cannot read a block of
-    columns in place, because such a block is not contiguous. If each rank of a group has the whole tensor, the program reads the whole
-    tensor and slices it.
+    `numbers` maps inputs of the program to indices of arguments of the joint graph, which has the forward and the backward pass.
+
+    A program cannot read a block of columns in place, because such a block is not contiguous. If each rank of a group has the whole
+    tensor, the program reads the whole tensor and slices it.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -104,7 +105,7 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program can read in place. Also returns copies of the other tensors."""
+        """Binds the tensors that the program can read in place, and in a group also copies of the others. Also returns the copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])

@@ -66,7 +66,7 @@ class _Pairs(Interpreter):
         return _pair(value) if isinstance(value, torch.Tensor) and value.is_complex() else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        target = aten.reshape.default if target is aten.view.default else target  # parts have other strides
+        target = aten.reshape.default if target is aten.view.default else target  # view() may not fit the strides of the two parts
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_pair)
         node = self._node
         if not any(map(_is_pair, leaves)) and not _makes_complex(node):
@@ -149,7 +149,7 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _reciprocal(x: Pair) -> Pair:
-    """1 / x. Scales by the larger part first, so that squares do not overflow."""
+    """Computes 1 / x. First divides x by the larger magnitude of its two parts, so that squares do not overflow."""
     scale = torch.maximum(x.re.abs(), x.im.abs())
     re, im = x.re / scale, x.im / scale
     norm = (re * re + im * im) * scale

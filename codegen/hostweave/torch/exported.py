@@ -40,7 +40,7 @@ from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.replaced import replaced
 from hostweave.torch.scaled import with_quantized_linears
 
-tracing = threading.RLock()  # locked while torch traces, because torch's tracing modes affect the sizes that other threads trace
+tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's sizes
 _TORCH = str(Path(torch.__file__).parent)
 
 # Ops that are not decomposed. Each is an op of a fusion, or a composite op that the compiler recognises.
@@ -107,7 +107,7 @@ def exported(
             of_storages(program.graph)
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
-            _rename(program, lambda name: f"module.{name}")  # no attribute of torch's GraphModule has this name
+            _rename(program, lambda name: f"module.{name}")  # so that no name equals that of an attribute of torch's GraphModule
             program = of_pairs(program.run_decompositions(table), table)
             _rename(program, lambda name: name.removeprefix("module."))
             write_out(program.graph)
@@ -291,7 +291,8 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each value that loses its gradient by an op that decompositions keep. Raises ProgramError if such a value is written to."""
+    """Marks each value that loses its gradient with an op `hostweave::detach`, which decompositions keep. Raises ProgramError
+    if such a value is written to."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name in ("aten.detach.default", "aten.detach_.default"):

@@ -38,7 +38,7 @@ _TAKE_SIZES = (
     "expand",
     "_unsafe_view",
     "reshape",
-)  # ops whose entries use the result's shape
+)  # ops that may have an unknown size as argument, because their entries in the table use the shape of the result instead
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -95,5 +95,5 @@ def placed_like(parameter: Any, block: Any) -> Any:
 def _is_tensor(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant that only the graph has
+    except AttributeError:  # a constant of the graph, which is no attribute of the module
         return False

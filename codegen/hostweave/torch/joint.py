@@ -58,7 +58,7 @@ class Joint:
     def __post_init__(self) -> None:
         """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
         self._cut()
-        with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
+        with torch._functorch.config.patch(cse=False):  # the first cut has already merged equal nodes, so later cuts need not
             if save_compared(self.whole, self.backward):
                 self._cut()
             for change in (save_alike, save_sources):
@@ -71,7 +71,7 @@ class Joint:
 
     @property
     def _kept(self) -> list[Node]:
-        """Nodes that the forward graph computes for the backward graph."""
+        """Saved values: nodes that the forward graph computes and the backward graph reads."""
         output: Any = self.forward.graph.output_node()
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 

@@ -23,7 +23,7 @@ INDEX = "layer_idx"  # attribute of a module of transformers: the index of its l
 
 
 class Index:
-    """An int that records how it is used. `equals` tells if a use of another int would have had the same results."""
+    """An int that records how it is used. `equals` returns True if the recorded uses have the same results with another int."""
 
     __class__: type = int
 
@@ -73,7 +73,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. Sets `others` if more than the layer `own` is used."""
+    """The layers of a cache. Sets `others` to True if any layer other than `own` may have been used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -199,5 +199,5 @@ def _described(leaf: Any) -> tuple[object, ...] | None:
 
 
 def _size(size: Any) -> Any:
-    """Converts a size to a value whose comparison adds no guard."""
+    """Converts a size to its expression. Comparing symbolic sizes themselves would make torch add a guard."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

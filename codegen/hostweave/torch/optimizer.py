@@ -31,7 +31,7 @@ from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.nodes import shape_of
 
 PARAMETER, GRADIENT = "parameter", "gradient"  # names of the values that every optimizer's step reads
-_OFF = ("foreach", "fused")  # options that do not change the results
+_OFF = ("foreach", "fused")  # options that are switched off: they change the speed, but not the results
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps; others are compiled as constants
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
@@ -178,7 +178,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
             parameter.grad = gradient.clone()
             try:
                 type(optimizer).step(made)
-            except Exception:  # the code expects further entries
+            except Exception:  # the optimizer reads other entries of a non-empty state, which are missing here
                 return False
         ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))

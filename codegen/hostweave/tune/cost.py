@@ -39,8 +39,8 @@ SATURATING_SHARE = 0.85  # smallest fraction of the multiprocessors whose reads 
 MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
 MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, for which the kernel for few rows is used: hw::kMostWeights
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
-BLOCK_BANDWIDTH = 300e9  # bytes per second that such a kernel sends in blocks
-PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
+BLOCK_BANDWIDTH = 300e9  # bytes per second that a kernel sends to its peers in blocks
+PACKET_BANDWIDTH = 190e9  # bytes per second that a kernel sends to its peers in packets; half of the bytes are payload
 ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that cuDNN reaches; kernels without tensor cores take 32 times as long
 ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
 

@@ -115,7 +115,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
         end = None if end is None or end >= 2**62 else end
         return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
     first = start or 0
-    if not isinstance(first, int):  # such as n - 3 of n elements, which becomes -3
+    if not isinstance(first, int):  # a start such as n - 3, in a dim of n elements, becomes -3
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
             raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
