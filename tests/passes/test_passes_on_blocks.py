@@ -64,8 +64,8 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_a_reshard_of_a_result_with_a_stream_becomes_a_copy() -> None:
-    """A reshard to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream, because a call
-    cannot have a stream."""
+    """A reshard of a call's result to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream,
+    because a call cannot have a stream."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -188,8 +188,8 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The join before the call is kept, because the block forks the same streams. The communication of the block must follow the earlier
-    work on these streams."""
+    """The join before a call is kept, because the called block forks the same streams, and its work must follow the earlier work on these
+    streams."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
@@ -228,7 +228,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 
 
 def test_channels_of_a_program_whose_block_has_events() -> None:
-    """The program and its block both declare events. The analysis of a call also finds the block's events."""
+    """The program and its block both declare events for the order of channels. The analysis of a call also finds the block's events."""
     text = """\
 function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
@@ -322,7 +322,7 @@ def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None
 
 
 def test_a_call_gives_all_results_of_its_block() -> None:
-    """Each result has a separate sharding. Unused results also have memory."""
+    """Each result of a call has a separate sharding. Unused results also have memory."""
     text = """\
 function @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)

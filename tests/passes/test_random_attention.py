@@ -96,7 +96,7 @@ class Case:
 
 
 def is_right(seed: int) -> bool:
-    """Returns True if the program is possible at these sizes. Fails on wrong results and on unknown refusals."""
+    """True if the program of this seed runs, False if it is refused for a known reason. Fails on wrong results and on other refusals."""
     case = Case(seed)
     try:
         fusion = case.fusion()

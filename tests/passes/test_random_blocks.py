@@ -43,7 +43,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
 
 
 def parameter(generator: Generator, value: Value) -> Value:
-    """Type of an input or parameter. A dim whose size is an expression is not sharded."""
+    """An input or parameter for a value. A dim whose size is an expression is not sharded."""
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
     whole = [size.is_int or str(size) in generator.sizes for size in value.type.shape]
     dims = (Dim(size, own if may else ()) for size, own, may in zip(value.type.shape, axes, whole, strict=True))

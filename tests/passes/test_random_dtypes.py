@@ -22,7 +22,7 @@ OTHERS = (*INTS, *FLOATS, hw.bool_, hw.f8e4m3, hw.f8e5m2)
 
 
 def _small(g: Generator, t: hw.Tensor, dtypes: tuple[Any, ...]) -> hw.Tensor:
-    """The elements as ints from 0 to 2 of another dtype."""
+    """Ints from 0 to 2 that are computed from the elements, in another dtype."""
     return hw.astype(hw.clip(t, 0, 2), g.random.choice(dtypes))
 
 
@@ -33,7 +33,7 @@ def _of_bits(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _looked_up(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Rows by their numbers, which are computed from the rows, or made by iota."""
+    """Looks up rows of `t`. Their indices are computed from `t`, or made by iota."""
     x, axis = _small(g, t, OTHERS), g.random.randrange(t.ndim)
     row = hw.iota(t, axis, g.random.choice([hw.i32, hw.i64]))
     return hw.take(x, g.random.choice([row, row * 0, hw.astype(hw.argsort(t, axis), hw.i32)]), axis)
@@ -44,7 +44,7 @@ def _padded(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _product(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Product of small ints in 16 bits, or of 8-bit floats with scales."""
+    """Matmul of small ints in 16-bit floats, or of 8-bit floats with scales."""
     x = _small(g, hw.reshape(t, t.shape[0], -1), FLOATS)
     if g.random.random() < 0.5:
         return hw.minimum(x @ g.resharded(x).T, 2)
@@ -53,7 +53,7 @@ def _product(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _routed(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Rows that are sent to experts, and back."""
+    """Sends rows to experts, and back."""
     x = _small(g, hw.reshape(t, t.shape[0], -1), FLOATS)
     experts = g.mesh.size * g.random.choice([1, 2])
     ids = hw.expand_dims(hw.iota(x, 0) % experts, 1)

@@ -108,7 +108,7 @@ def test_compiled_programs(seed: int) -> None:
             try:
                 ranks = program.run(**arrays, ranks=True)
             except ArgumentError:
-                return  # sizes that do not divide
+                return  # the program does not support these uneven sizes
         results = [dict(zip(names, own if isinstance(own, tuple) else (own,), strict=True)) for own in ranks]
         compare(host, without_kernels(fusion), arrays, results, f"seed {seed}\n{program.source}")
 
@@ -141,7 +141,7 @@ def test_random_moves(seeds: range) -> None:
 
 
 def turns_right(seed: int) -> bool:
-    """Transposes between ops of one chunk loop, with and without a communication before the loop."""
+    """Programs with transposes between ops of one chunk loop, with and without a communication before the loop."""
     generator = Generator(seed)
     dims = list("MNK")[: generator.random.randint(2, 3)]
 
@@ -195,7 +195,7 @@ def test_random_contractions(seeds: range) -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """The same contractions as matmuls of reshaped operands, also with transposes before or after the reshape."""
+    """Contractions as in `contracts_right`, written as matmuls of reshaped operands, also with transposes before or after the reshape."""
     generator = Generator(seed)
     random = generator.random
     k = random.sample(["M", "N", 2, 3], random.randint(2, 3))
@@ -261,7 +261,7 @@ def sums_right(seed: int) -> bool:
     def summed(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values = [x, y]
         for _ in range(generator.random.randint(1, 2)):
-            with contextlib.suppress(ProgramError):  # operands do not fit
+            with contextlib.suppress(ProgramError):  # the random op does not accept these operands
                 values.append(of_sums(generator, values, values[-1]))
         return tuple(value + 0 for value in values)
 
@@ -275,7 +275,7 @@ def test_random_sums(seeds: range) -> None:
 
 
 def differences_right(seed: int) -> bool:
-    """The difference of two equal sums is zero, and every rank agrees on it."""
+    """The difference of two equal sums is zero on every rank."""
     generator = Generator(seed)
 
     def total(x: hw.Tensor) -> hw.Tensor:

@@ -1,7 +1,7 @@
 """Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
 `PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check-tests.md. Its programs are those of
-`test_mutations.py` and `test_one_sided_mutations.py`. These tests show that the accepted mutants give correct results.
+`test_mutations.py` and `test_one_sided_mutations.py`. These two tests also run the accepted mutants, which must give correct results.
 """
 
 from __future__ import annotations

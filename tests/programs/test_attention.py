@@ -141,7 +141,7 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
-    """Keys after the valid ones are not read. The result of a row without valid keys is zeros."""
+    """Keys behind the length of a sequence are not read. The result of a row without valid keys is zeros."""
     fusion = decode(ranks, dtype)
     sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
     arrays = random_arrays(fusion, sizes, seed=ranks)
@@ -159,7 +159,8 @@ def test_lengths(ranks: int, dtype: DType) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
-    """The sequence is divided into pieces, and each rank has a part of each, so that work is balanced. Keys are gathered without a copy."""
+    """The sequence is divided into pieces, and each rank has a part of each piece, which balances the work. Keys are gathered without a
+    copy."""
     pieces, length = 4, 8
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])

@@ -125,8 +125,8 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "alternative"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
-    """A rank computes half of the scores for the keys of each other rank: all rows with the first half of the keys, or the second half of
-    the rows with all keys.
+    """A rank computes half of the scores of its rows and another rank's keys: all rows with the first half of these keys, or the second
+    half of the rows with all of them.
     """
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, choices={"@in_zigzag %k_gathered": alternative})
     program = compiled(fusion, options=options)
@@ -205,7 +205,7 @@ def test_stated_alternative() -> None:
 
 
 def test_p2p_has_one_block_per_stream() -> None:
-    """There is one buffer for keys per stream, for any number of ranks."""
+    """With p2p, the number of buffers for keys is the number of streams, for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
     assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]

@@ -92,7 +92,7 @@ def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
     arrays["bias"][1, 2] = -np.inf
     arrays["of_columns"][1] = -1
     arrays["n"] = np.array([13, 7, 1], np.int32)
-    # Gradients of a nearly one-hot softmax amplify rounding errors.
+    # Small inputs, because gradients of a nearly one-hot softmax amplify rounding errors.
     arrays = {name: x if x.dtype == np.int32 else x / x.dtype.type(4) for name, x in arrays.items()}
     arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
     arrays["alone"] = np.array([0, 64, 65, 299], np.int32)
@@ -121,7 +121,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
 
 @pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
-    """Cases that are not fused: f64, grouped heads, and biases with all dims, some dims, or broadcast dims."""
+    """Gradients of biases if attention is composed of other ops: f64, grouped heads, and biases with all, some, or broadcast dims."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
 
     @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})

@@ -166,7 +166,7 @@ def test_mistake_in_host_ir() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
-    """The last ranks have fewer keys or none, but there is one block per rank."""
+    """If the number of keys is an int that the ranks do not divide, the last ranks have fewer keys or none, and results are right."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
     def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -152,7 +152,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
 
 
 def test_32_layers_of_llama() -> None:
-    """One function, with two gathers and two reduce-scatters, is called 32 times. Compilation takes a few seconds."""
+    """All layers are one function, with two gathers and two reduce-scatters, that is called 32 times. Compilation takes a few seconds."""
     fusion = load_file(EXAMPLES / "llama.py").llama
     started = time.process_time()  # CPU time, because it does not depend on other processes
     host = lower(fusion, Options())
@@ -313,7 +313,7 @@ def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> Non
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """Calls write their results to the memory of inputs: in order, in reverse, permuted, or only for some inputs."""
+    """Calls write their results to the memory of donated inputs: in the order of the inputs, in reverse, permuted, or only some results."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:

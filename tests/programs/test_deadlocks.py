@@ -17,7 +17,7 @@ from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
 
-SEVERAL_SECONDS = 60  # time limit, far longer than a report takes
+SEVERAL_SECONDS = 60  # time limit, far longer than the time until a report
 
 SEND_ALONE = """\
 if rank.x == 0 {

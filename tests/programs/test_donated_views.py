@@ -119,8 +119,8 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """There are only two copies: one of a view of a donated input, before the input is overwritten, and one of an argument that is passed
-    twice."""
+    """The program has only two copies: one of a view of a donated input, before the input is overwritten, and one of an argument that is
+    passed twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -220,7 +220,7 @@ def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """One view is on another mesh, on the same ranks, without a copy."""
+    """A view of a donated input moves to another mesh of the same ranks, without a copy."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 

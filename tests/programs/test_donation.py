@@ -200,7 +200,8 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """Only the cache that is read after its update is copied, and a note says so. The kernel writes only the elements of the update."""
+    """Only a cache whose old values are read after its update is copied, and a note reports the copy. The kernel writes only the elements
+    of the update."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
     assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]
@@ -215,7 +216,7 @@ def test_only_the_update_is_written() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
 def test_adamw_in_place(ranks: int, stage: str) -> None:
-    """Several steps, compared with torch. A step is one in-place kernel, and the communication of the ZeRO stage."""
+    """Compares several steps of AdamW with torch. A step is one in-place kernel, and the communication of the ZeRO stage."""
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_after_an_overwrite_is_detected() -> None:
-    """The check reports a read that is moved after the update, in the text or to another stream."""
+    """The check reports a read of a donated input that is moved after its update, in the text or to another stream."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -221,7 +221,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Errors for read-only arrays, overlapping arrays, and another array as out=."""
+    """Errors for donated arrays that are read-only or overlap with others, and for an `out=` that is not the donated array."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]

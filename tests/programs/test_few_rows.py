@@ -38,7 +38,7 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
     z=hw.f32[2, "T", 24], v=hw.f32[24, 130], w=hw.f32[24, 130], one=hw.f32[1, 24],
 )  # fmt: skip
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
-    """Transposed weights whose sizes no block divides; three products at once; rows in two dims; and one row of any size."""
+    """Transposed weights whose sizes no thread block divides; three matmuls of one operand; rows in two dims; and one row of any size."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
     return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 

@@ -48,7 +48,7 @@ def norms(ranks: int, t: DType) -> Fusion:
 
 
 def columns(ranks: int, t: DType) -> Fusion:
-    """Reductions over a sharded dim: statistics are all-reduced, and argmax gathers."""
+    """Reductions over a sharded dim: sums and maxima are all-reduced, and argmax gathers its operand."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "N@x"], w=t["N@x"])
     def columns(x, w):  # type: ignore[no-untyped-def]

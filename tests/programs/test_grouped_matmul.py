@@ -56,7 +56,7 @@ def dims(names: str, sharded: tuple[str, ...], axis: str = "x") -> list[str]:
 
 
 def whole(x: Array, w: Array, y: Array, ends: Array) -> tuple[Array, Array, Array]:
-    """The product, and the gradients of x and w, where y is the gradient of the product."""
+    """Reference on one rank: the product x @ w by groups, and the gradients of x and w if y is the gradient of the product."""
     made, of_x, of_w = (np.zeros(shape) for shape in ((len(x), w.shape[2]), x.shape, w.shape))
     for e, (start, end) in enumerate(pairwise([0, *np.minimum(ends, len(x))])):
         made[start:end] = x[start:end] @ w[e]
@@ -118,7 +118,7 @@ def test_compiled(dtype: hw.DType) -> None:
 
 
 def test_sums_of_ranks_in_f32() -> None:
-    """With partial_dtype, the partial sums of 16-bit operands are f32. The operands are not cast."""
+    """With `partial_dtype=f32`, the partial sums of 16-bit operands are f32. The operands are not cast."""
     host = lower(program("depth", 2, hw.bf16), Options(partial_dtype=hw.f32))
     text = str(host)
     assert "y_partial: f32" in text or "allocate f32[T, N]" in text

@@ -149,7 +149,7 @@ def test_products(ranks: int, dtype: DType) -> None:
 
 
 def test_bits_of_products() -> None:
-    """The check of results computes matmuls of integers exactly."""
+    """The check of results computes matmuls of integers exactly, so that ops on the bits of the results agree."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i64["M@x", "K"])
     def bits(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

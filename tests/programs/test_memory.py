@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """Buffers share memory as planned. All memory is NaN before every call."""
+    """Results are right although buffers share memory as planned. All memory is filled with NaN before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """The check detects a missing dependency, and so does the device, in every schedule."""
+    """The check detects a missing dependency. The CPU device also detects it, in every schedule."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

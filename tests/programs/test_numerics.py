@@ -30,8 +30,8 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of a compilation. `chunks` is the number of chunks if the number of ranks does not determine it. If `known`, sizes are
-    constants."""
+    """Options of a compilation. `chunks` is the number of chunks if the number of ranks does not determine this number. If `known`, sizes
+    are constants."""
 
     ranks: int
     chunks: int
@@ -103,7 +103,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
-    """The last ranks have fewer elements or none."""
+    """Results for sizes at which the last ranks have fewer elements, or none."""
     variant = OFTEN
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))

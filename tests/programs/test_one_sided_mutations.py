@@ -75,7 +75,7 @@ def is_accepted(mutant: HostProgram) -> bool:
 
 
 def harmless(host: HostProgram, mutant: HostProgram) -> bool:
-    """True if the check accepts a mutant. Fails if the check accepts a mutant that changes results."""
+    """True if the check accepts the mutant and its results are right. Fails if the check accepts a mutant with wrong results."""
     if not is_accepted(mutant):
         return False
     arrays = integer_arrays(host, sizes_for(host), seed=0)
@@ -100,7 +100,8 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_instruction_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """Also tests arrays in windows, which the caller may write before and after a call."""
+    """Every mutant of the program is rejected, except known redundant ones. Also tests arrays in windows, which the caller may write before
+    and after a call."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -185,7 +186,7 @@ BY = {
 }
 """,
 }
-CALLS = 3  # in flight at a time
+CALLS = 3  # number of calls in flight
 
 
 def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:

@@ -144,7 +144,7 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
         assert [row.name for row in plans[0].rows] == ["%h", "%matmul_down1"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%g"]
         many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
-        assert 4 * many.peak == plans[2].peak  # each of the 4 streams has buffers for one of 16 micro-batches
+        assert 4 * many.peak == plans[2].peak  # 4 streams have buffers for one micro-batch each, of 16
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:
@@ -243,7 +243,7 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 
 
 def test_sizes_that_local_arrays_do_not_determine() -> None:
-    """A rank that is a process knows only the sizes of its arguments, so the caller must state the others."""
+    """A rank that is a process knows only the sizes of its arguments, so the caller must state all other sizes."""
     host = lowered(FUSION)
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, verifies_calls=False, windows=Windows())

@@ -134,7 +134,7 @@ def test_functions_are_exact_over_the_whole_range() -> None:
 
 
 def test_equality_rounds_its_operands(target: str) -> None:
-    """A computed bf16 is rounded before it is compared, as in torch. Many elements of a row are then equal."""
+    """A value that a kernel computes in bf16 is rounded before it is compared, as in torch. Many elements of a row are then equal."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16[8, 300])
     def program(x):

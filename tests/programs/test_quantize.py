@@ -23,7 +23,7 @@ M, K = 384, 3072
 
 
 def blocks(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Numbers of rows and columns of the elements that have a common scale."""
+    """Numbers of rows and of columns of a block of elements with one scale."""
     return {"row": (1, shape[1]), "tensor": shape, "block": (1, 128), "block2d": (128, 128)}[scaling]
 
 
@@ -77,7 +77,7 @@ def test_uneven_rows_and_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_delayed_scales(scaling: str) -> None:
-    """Values are divided by the given scales. The scales of the current values are returned."""
+    """With delayed scaling, values are divided by the given scales. The scales of the current values are returned for the next step."""
     r, c = blocks(scaling, (M, K))
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16[f"{M}@x", K], s=hw.f32[M // r, K // c])

@@ -45,7 +45,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands, of which the weights are [N, K], and scales of many magnitudes."""
+    """Operands a [M, K] and w [N, K], and their scales, which have many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -59,7 +59,8 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Compares relative to the largest sum of a row. The tolerance is one rounding, or one rounding per rank if ranks add terms."""
+    """Compares `y` with `want`, relative to the largest value. The tolerance is `terms` roundings: one, or one per rank if ranks add
+    partial sums."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -128,7 +129,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
 
 
 def test_results_are_rounded_only_once() -> None:
-    """If sums have few bits, they are exact, so results are bitwise equal to the rounded reference."""
+    """Inputs are so small that all sums are exact, so results are bitwise equal to the rounded reference."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
     given |= {

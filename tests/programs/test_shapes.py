@@ -60,7 +60,7 @@ def padded(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Slices and concats of chunks. The loop is over another dim."""
+    """Slices and concats of chunks, along another dim than that of the chunk loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], z=t["M", "N"])
     def in_loops(x, w, z):  # type: ignore[no-untyped-def]
@@ -90,7 +90,7 @@ def products(ranks: int, t: DType) -> Fusion:
 
 
 def thirds(ranks: int, t: DType) -> Fusion:
-    """Slices of sizes that are sums of quotients."""
+    """Slices whose sizes are sums of quotients of a symbolic size."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["P", 2])
     def thirds(x):  # type: ignore[no-untyped-def]

@@ -40,7 +40,7 @@ def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
 
 
 def options_of(ranks: int, transport: str) -> hw.Options:
-    """Options that multiply all weights shard by shard."""
+    """Options with which every matmul processes the shards of its gathered weight one after another."""
     names = ("up_0", "down_0", "up_1", "down_1") if ranks > 1 else ()
     choices = {f"@layers %all_{name}": f"{WAYS[transport]}({ranks})" for name in names}
     return hw.Options(sizes=SIZES, machine=SLOW, transport=transport, choices=choices)

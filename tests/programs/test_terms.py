@@ -33,7 +33,7 @@ from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
-WIDTH = 4096  # width of rows; the sum of a few rows is small
+WIDTH = 4096  # elements of a row; an all-reduce of a few such rows is small enough for a kernel
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
@@ -96,8 +96,8 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_all_reduces_by_nccl() -> None:
-    """NCCL is used for sums that may be large, for other reductions, if other communication overlaps, for too many ranks, and on
-    request."""
+    """NCCL all-reduces sums of unknown width, large sums, i32, and sums over 16 ranks. It is also used with transports two_sided and
+    one_sided, and without peer access."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))
     for fusion, options in (
@@ -118,7 +118,8 @@ def test_all_reduces_by_nccl() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
-    """Each rank has one element of the reduced dim, so its term is the operand, which the kernel reads again."""
+    """Each rank has one element of the reduced dim, so the term that it sends is an operand of the kernel, which also reads it for the
+    result."""
 
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]
@@ -180,7 +181,7 @@ def test_blocks_in_random_schedules() -> None:
 
 
 def together(ranks: int, rows: str | int = "T") -> Fusion:
-    """Gathers of several dtypes, which two kernels do: the gather of `again` depends on another gather."""
+    """Gathers of arrays of several dtypes. Two kernels compute them, because the gather of `again` depends on the gather of `n`."""
 
     @hw.fusion(
         mesh=hw.Mesh(tp=ranks),
@@ -347,8 +348,8 @@ def test_the_verifier_of_blocks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_mutations_of_blocks(kind: str) -> None:
-    """The check detects a missing launch, a result over the block that is sent, a concurrent write to the block, and a second exchange that
-    nothing orders."""
+    """The check detects a missing launch, a result in the memory of the block that is sent, a concurrent write to this block, and two
+    exchanges that nothing orders."""
     head, body = OF_BLOCKS[kind].rstrip("}").rsplit("{", 1)
     sent, got = (8, 4) if kind == "reduce_scatter" else (4, 8)
     copied = f"%t = allocate f32[{sent}]  copy %p -> %t"
@@ -380,8 +381,8 @@ IN_GROUP = "all_gather %q -> %z on tp  launch_all_gather @k %p -> %y on tp"
 
 
 def test_mutations_of_several_arrays() -> None:
-    """The verifier refuses groups that a kernel cannot do. The check detects a missing gather, results over a block that is sent, a result
-    that another gather reads, and exchanges that nothing orders."""
+    """The verifier refuses groups that one kernel cannot compute. The check detects a missing gather, results in the memory of a block that
+    is sent, a result that another gather reads, and exchanges that nothing orders."""
     check(HostProgram.parse(GATHERS))
     another = "%t = allocate u8[6]  all_gather %q -> %t on tp"
     for wrong, message in (
@@ -424,7 +425,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("second", KERNELS)
 def test_kernels_with_exchanges_are_ordered(second: str) -> None:
-    """Exchanges must be ordered with each other, and with NCCL's collectives on the same channel, because NCCL orders only its
+    """Exchanges in kernels must be ordered with each other, and with NCCL's collectives on the same channel. NCCL orders only its own
     collectives."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Options(tf32=True): f32 matmuls use TF32 on CUDA. The CPU target computes them in f32."""
+"""Options(tf32=True): f32 matmuls use TF32 on CUDA. The CPU target computes these matmuls in f32."""
 
 from __future__ import annotations
 

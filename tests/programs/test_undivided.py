@@ -22,7 +22,7 @@ MESHES += [pytest.param(hw.Mesh(a=2, b=2), marks=pytest.mark.slow)]
 
 
 def some_axes(mesh: hw.Mesh) -> Fusion:
-    """Reshards over some of the axes that split a dim, and reductions to some of these axes."""
+    """Reshards over some of the axes that split a dim, and reductions whose result is sharded over some of these axes."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], y=hw.f32["M@a", "K"], z=hw.f32["M@a", "K@b"], g=hw.f32["B@a,b", "E"])
     def some_axes(x, y, z, g):  # type: ignore[no-untyped-def]
@@ -92,7 +92,7 @@ def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None
 
 
 def test_calls_of_the_ranks_of_a_group() -> None:
-    """Ranks of a group pass the sizes, as for other uneven dims. One input is bound."""
+    """Ranks of a group pass an uneven size by `prepare` and by `sizes=`. One input is bound."""
     mesh = hw.Mesh(a=2, b=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], w=hw.f32["K", 2])

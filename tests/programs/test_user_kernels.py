@@ -52,7 +52,7 @@ extern "C" void twice(const hw::bf16* x, hw::bf16* y, int64_t n) {
 
 
 def rows(ranks: int) -> Fusion:
-    """A kernel on resharded values, and a second launch with an unused output."""
+    """A user kernel on resharded values, and a second launch of it with an unused output."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "N"], z=hw.f32["N", "K@x"])
     def rows(x, z):  # type: ignore[no-untyped-def]

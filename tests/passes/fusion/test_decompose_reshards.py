@@ -173,7 +173,7 @@ def test_case(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
 def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
-    """No pass before decompose_reshards changes steps that the text of a fusion has, or their operands."""
+    """If the text of a fusion states communications and local slices, no pass before decompose_reshards changes them or their operands."""
     inputs, _, after = CASES[case]
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):
@@ -191,7 +191,7 @@ def test_sizes_select_the_steps() -> None:
 
 
 def test_costs() -> None:
-    """The chosen steps move no more bytes than any other plan of one or two steps."""
+    """The steps that the pass chooses for a reshard move no more bytes than any other one or two steps."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}

@@ -159,4 +159,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # in the other programs no gather is hidden
+    assert sum(map(multiplies_right, range(40))) > 30  # False for programs in which no gather is hidden

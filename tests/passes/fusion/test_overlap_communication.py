@@ -18,7 +18,7 @@ from hostweave.tune.cost import H200, seconds
 FSDP = "%x: bf16[M@x, K], %v: bf16[K@x, N], %w: bf16[N@x, K]"
 SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 
-# For each name: inputs, and the ops before and after. Dims have 4096 elements: a matmul takes about 100 us, and a gather about 150 us.
+# For each name: inputs, and the ops before and after the pass. Dims have 4096 elements: a matmul takes about 100 us, a gather about 150 us.
 CASES = {
     "a gather is issued before the matmul that hides it": (
         FSDP,
@@ -230,7 +230,7 @@ def test_sums_that_kernels_may_add_up() -> None:
     ):
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
-    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # the gather overlaps
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # now the gather overlaps
 
 
 @pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])

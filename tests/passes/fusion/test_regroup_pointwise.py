@@ -116,7 +116,7 @@ def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
 
 
 def test_reshaped_values_that_are_broadcast() -> None:
-    """A reshape stays if its result is broadcast: it has fewer elements than the ops that would move instead."""
+    """A reshape does not move past ops that broadcast its result, because the broadcast result has more elements."""
 
     def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.exp(x) / hw.reshape(hw.sum(x * x, 1) + 1.0, 12, 1) * w

@@ -30,7 +30,7 @@ SLOW_LINKS = replace(H200, links=tuple(replace(link, points=tuple((x, 10 * y) fo
 
 
 def taken(program: tuple[str, str], ranks: int = 2, machine: Machine = H200, **options: object) -> list[str]:
-    """Choices for all reshards that have alternatives."""
+    """The alternative that the pass chooses, for each reshard that has alternatives."""
     inputs, ops = program
     chosen = stream_by_cost(fusion(inputs, ops, f"x={ranks}"), Options(machine=machine, **{"sizes": LARGE, **options}))  # type: ignore[arg-type]
     return [choice.chosen.name for choice in chosen.choices]
@@ -250,7 +250,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # chosen loop, and measured microseconds with and without the loop
+OF_FEW_ROWS = [  # sizes, the loop that the model should choose, and measured microseconds with and without this loop
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

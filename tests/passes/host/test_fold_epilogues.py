@@ -139,7 +139,7 @@ host @f(%x: bf16[M, K], %w: bf16[K, N], %v: bf16[K, N]) -> (%y: bf16[M, N]) mesh
 
 
 def test_one_kernel_after_another() -> None:
-    """After a fold, the rest of a kernel can be folded again."""
+    """Two consecutive kernels both become parts of the epilogue of one matmul."""
     kernels = ADD + "kernel @relu_y(%a: {t}[M, N]) {\n  %y: {t}[M, N] = relu(%a)\n}\n"
     body = """\
 %h = allocate {t}[M, N]

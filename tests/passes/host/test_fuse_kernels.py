@@ -321,7 +321,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
-    """Kernels are fused across an asynchronous gather whose result only a later matmul uses."""
+    """Two kernels are fused although an asynchronous gather is between them, because only a later matmul uses its result."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
@@ -332,7 +332,8 @@ def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
 
 
 def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
-    """Two kernels are fused across a fork of streams. An earlier loop has written the input of the first kernel in chunks."""
+    """Two kernels are fused although a fork of streams is between them. An earlier loop has written the input of the first kernel in
+    chunks."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
@@ -518,7 +519,7 @@ def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_of_a_scatter_are_an_index_expression() -> None:
-    """No kernel writes the indices of the rows that a rank has."""
+    """The indices of the rows that a rank has are computed in the kernel of the scatter, so no kernel writes them to memory."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), table=hw.f32["32@x", 4], ids=hw.i64["T", 1], rows=hw.f32["T", 4])
     def scattered(table: hw.Tensor, ids: hw.Tensor, rows: hw.Tensor) -> hw.Tensor:
@@ -535,7 +536,8 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_numbers_that_are_computed_with_are_not_the_rows_of_a_lookup(rows: int) -> None:
-    """Both are the same op. A dim of one element has no index that distinguishes them."""
+    """Row numbers that a lookup takes from an iota are the same op as row numbers that a kernel computes with. For one row, no index
+    distinguishes the two."""
 
     @hw.fusion(x=hw.f32[rows, "N"])
     def looked_up(x: hw.Tensor) -> hw.Tensor:

@@ -19,7 +19,7 @@ OTHERS = "if %p != rank.x {{\n" + SWAP + "}}\n"
 G, H = "%g = allocate f32[4, 4]\n", "%h = allocate f32[4, 4]\nmatmul %x, %x -> %h\n"
 LANDS = "%l_i = select %l[0: %p]\n"
 
-# An iteration before and after the pass.
+# For each name: an iteration before and after the pass.
 CASES = {
     "reads of the copy and of views of it": (
         f"{G}{OWN.format('%g', '%x')}%t = permute %g by [1, 0]\n%a = allocate f32[4, 4]\nmatmul %t, %g -> %a\nmatmul %a, %g -> %y_i\n",

@@ -70,7 +70,7 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
 
 
 def test_a_consumer_that_reads_the_block_is_not_fused() -> None:
-    """In the kernel of a gather, the input stands for the blocks of all ranks, so no other op of the kernel can read the rank's block."""
+    """A kernel that gathers its input reads it only as the blocks of all ranks. An op that reads the rank's own block stays outside."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])
     def beside(n: Any) -> Any:
