@@ -30,8 +30,8 @@ class PostedCommunications:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns those earlier ones that may still run: communications on
-        other channels, and kernels that exchange data on any channel."""
+        """Records the communications of a task that starts at `clock`. Returns earlier ones that may still run and must be ordered
+        with it: communications on other channels, and any pair of which a kernel does one."""
         parts = task.operation.communications
         exchanges = any(part.instruction.exchanges for part in parts)  # then the kernel does all communications of the group
         channels = {(channel_of(part), exchanges) for part in parts if part.may_be_serialised}

@@ -45,7 +45,7 @@ def check(
       before and after the call count, too.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
-    - Two communications on different channels are not ordered on a rank.
+    - Two communications on different channels are not ordered on a rank, or two on one channel of which a kernel does one.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.
@@ -113,9 +113,8 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
-        for part, access in sorted(
-            task_accesses, key=lambda task_access: task_access[1].writes
-        ):  # reads first, because a task does not read its own writes
+        # reads first, because a task does not read its own writes
+        for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):
             memory = self.memory(part, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
                 self.uninitialised = part, access, *uninitialised

@@ -32,9 +32,8 @@ class Pieces:
         integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy computes with Python's integers if 64 bits are too few
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
-        cuts = np.unique(
-            np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()])
-        )  # segments of bytes begin and end here
+        # bytes at which segments begin or end
+        cuts = np.unique(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]))
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
         for block in regions_of_bytes:
             first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))

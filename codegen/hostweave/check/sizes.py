@@ -125,7 +125,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 
 MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
 MAX_ENLARGED_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
-NEAR_FACTOR = 64  # largest factor by which a size may exceed its minimal value
+NEAR_FACTOR = 64  # largest factor, relative to minimal sizes, at which a change of a condition counts as near
 MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 
 
@@ -213,8 +213,8 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for symbols that may not divide evenly.
 
-    All sizes differ, because a mistake that swaps equal dims would not show. Some rank has at least two elements of each dim, because a sum
-    and a maximum of one element are equal.
+    All sizes differ, because with equal sizes a mistake that swaps dims would not show. Some rank has at least two elements of each dim,
+    because a sum and a maximum of one element are equal.
     """
     if not program.uneven:
         return ()

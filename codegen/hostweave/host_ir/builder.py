@@ -131,7 +131,7 @@ class Builder:
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into the body of a loop. Names of integers that the body defines may be reused after it."""
+        """Emits into the body of a loop. Names of integers that the body defines may be reused after the loop."""
         self._depth += 1
         with self.nested() as body:
             yield body

@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. Each part lists only the kernels, events and
-    channels that it uses."""
+    """Every function as a separate program, callees before callers, then the main program. Each part lists only the kernels and uneven
+    sizes that it uses itself, and the events that it or a function before it uses."""
     if not program.functions:
         return (program,)
     parts = [
@@ -115,7 +115,7 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
 
     Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that the function has not freed is
     deallocated after each call, so that the next call can reuse it. The arguments of the call replace the parameters. If the function has
-    donated inputs, its parameters instead become views of the arguments: `as_given` and `take_over`.
+    donated inputs, inputs and results in donated memory instead become views of the arguments: `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 

@@ -36,16 +36,16 @@ WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
 MANY_THREADS = 1024  # largest number if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
-LINE = 8  # threads that together read 128 bytes: the preferred minimum
+LINE = 8  # preferred minimum of threads that share a row: together they read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference; the first number that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
 FEW_HELD, FEW_INPUTS = 16, 12  # most accesses that count as few: if computed values are held; if only inputs are held, for one result
 LARGE = 256  # least threads of a large block; a few more registers per thread make one block fewer fit
-HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
+HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts twice if a vector of it takes two accesses
 LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
-EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
+EXPENSIVE = 16  # least cost per element of an expensive value, in additions
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
@@ -96,7 +96,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, in order. Excludes `computed`, and values that only `computed`
+    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes `computed`, and values that only `computed`
     needs."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
@@ -135,7 +135,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of known length evenly, or 0 if there is none."""
+    """Number of threads that share a row of known length evenly, or 0 if no number is possible."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

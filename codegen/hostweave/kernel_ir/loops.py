@@ -32,8 +32,8 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. An element is one of the result, a lane is a row that an op such as argsort needs as a
-# whole.
+# Distributions of the iterations over threads. An element is one of the result. A lane is a row that an op such as argsort needs as
+# a whole.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -166,8 +166,8 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim, and all other accesses along the
-        last dim."""
+        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim. All other accesses are
+        contiguous or constant along the last dim."""
         return next(access for access in self.stores if self.stride(access, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property

@@ -8,8 +8,8 @@ gets
 
     distribute: a block transposes a tile
 
-With tiles, reads and writes of global memory can be vectorised. The pass orders the dims of `keep` such that the result is contiguous along
-the first one, and the operands along the last.
+With tiles, reads and writes of global memory can be vectorised. The pass orders the dims of `keep`: the result is contiguous along the
+first one, and each operand is contiguous or constant along the last.
 """
 
 from dataclasses import replace

@@ -63,7 +63,8 @@ class GlobalCall:
     def global_results(self) -> Any:
         """Global output, or tuple of outputs.
 
-        A replicated output is copied from one rank. An output that reuses a donated input is that input's array.
+        A replicated output is copied from one rank. An output that reuses a donated input is that input's array, or a new array if their
+        shapes differ.
         """
         return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 

@@ -83,7 +83,7 @@ class Arguments:
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
-        # arguments of this rank or of all ranks, known not to overlap
+        # the two latest sets of arguments, of this rank or of all ranks, that are known not to overlap
         self._disjoint: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)
         self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
 
@@ -211,7 +211,7 @@ class Arguments:
         """Raises ArgumentError if an output array or a donated input overlaps another argument: writing one could overwrite the other."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # the earlier span with the largest end
+        last = last_written = Span(0, 0, 0, "", False)  # of the earlier spans, and of the written ones: the span with the largest end
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:

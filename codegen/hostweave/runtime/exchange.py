@@ -297,7 +297,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The program that a rank is about to prepare or call. If the rank cannot do so, `error` is the reason."""
+    """The step that a rank is about to take, such as a call of a program or of `group.split`. If it cannot, `error` is the reason."""
 
     program: str
     mesh: str
@@ -305,7 +305,7 @@ class CallSignature:
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
     spans: tuple[Span, ...] = ()  # addresses of the rank's arguments, if ranks are threads of one process
     error: str = ""
-    bound: str = ""  # digest of the bound inputs, which are not in `shapes` and `spans`
+    bound: str = ""  # digest of the bound inputs, which are not in `shapes` and `spans`; or another record of the rank
     windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
     call: int = 0  # number of the call whose sizes are compared
 

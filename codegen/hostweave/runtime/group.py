@@ -38,8 +38,8 @@ from hostweave.types.tensor import DType
 
 T = TypeVar("T")
 
-INIT_TIMEOUT = 300.0  # seconds
-CALL_TIMEOUT = 600.0
+INIT_TIMEOUT = 300.0  # seconds for all ranks to join, and to make their first call of a program
+CALL_TIMEOUT = 600.0  # seconds for a call
 _MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 
 
@@ -305,8 +305,8 @@ class Group(FallibleGroup):
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Exchanges and compares the signatures of all ranks, which say what each rank is about to do. Returns the signatures by rank.
 
-        If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
-        times out. `waits_for` is appended to that message.
+        If `error` is given, raises it after the exchange. Raises ExecutionError if another rank is about to do something else, fails, or
+        times out. In the last two cases, `waits_for` is appended to the message.
         """
         records = self._gather(str(signature), timeout, f"{signature.program}: ", waits_for)
         if error:
@@ -321,7 +321,7 @@ class Group(FallibleGroup):
         memory.
 
         All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. Raises
-        ExecutionError if the group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to that message.
+        ExecutionError if the group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to the message.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -376,8 +376,8 @@ class Group(FallibleGroup):
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
         """Returns the records of all ranks. Fails the group if a rank fails or times out, or if the wait is interrupted.
 
-        The error of another rank begins with `where` and ends with `waits_for`. If the store does not answer, the error comes at most a
-        second after the timeout.
+        If another rank fails or times out, the error begins with `where` and ends with `waits_for`. If the store does not answer, the error
+        comes at most a second after the timeout.
         """
         gather = partial(self.exchange.gather, record, timeout)
         try:

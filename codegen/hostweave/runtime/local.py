@@ -347,7 +347,8 @@ class LocalProgram:
             self._exchanges_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks a call together with the other ranks. Ranks exchange facts about bound inputs only if these have changed."""
+        """Checks a call together with the other ranks. Ranks exchange shapes and addresses of bound inputs only if bindings or shapes have
+        changed."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -445,7 +446,8 @@ class LocalProgram:
     # --- outputs
 
     def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
-        """Allocates new outputs for use on the stream of the call. None stands for an output that reuses a donated input."""
+        """Allocates new outputs for use on the stream of the call. None stands for an output that reuses a donated input, or
+        that this rank does not have."""
         held, library = self._allocates, checked_call.library
         if library is None:
             if any(held):

@@ -69,7 +69,7 @@ class MemoryStore:
 
 
 _GREETING = b"hostweave store 2 "  # followed by: nonce of the client; nonce and proof of the server; proof of the client
-_NONCE, _PROOF = 16, 32  # bytes
+_NONCE, _PROOF = 16, 32  # bytes of a nonce, and of a proof
 _WELCOME = b"+"
 _GOODBYE = b"-"
 _REQUEST = struct.Struct("!cIId")  # kind, bytes of the key, bytes of the value, seconds to wait
@@ -80,7 +80,7 @@ _ANSWER_TIMEOUT = 10.0  # maximum seconds for an answer to arrive, and for a cli
 _MAX_SECONDS = 1e8  # maximum seconds to wait for an answer; longer times exceed the range of clocks
 _BACKLOG = 256
 _MAX_UNAUTHENTICATED = 2 * _BACKLOG  # maximum number of unauthenticated clients; if there are more, the oldest is disconnected
-_MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
+_MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # maximum bytes of a key, and of a value
 
 Address = tuple[str, int]
 
@@ -196,7 +196,7 @@ class TcpServer:
                     raise ConnectionError("the client has gone")
             finally:
                 end.cancel()
-                await asyncio.gather(end, return_exceptions=True)  # finish this read before another one
+                await asyncio.gather(end, return_exceptions=True)  # the client's next read can begin only after this one has ended
                 waiters.discard(waiter)
                 if not waiters and self.waiting.get(key) is waiters:
                     del self.waiting[key]
