@@ -126,7 +126,7 @@ def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 class Snapshot:
-    """Contents of a cache at one point in time."""
+    """Attributes of a cache and of its layers at one point in time. The contents of tensors are not copied."""
 
     def __init__(self, cache: Any):
         self._held, self._last = _held(cache), list[dict[str, Any]]()

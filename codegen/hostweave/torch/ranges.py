@@ -42,7 +42,7 @@ class Ranges(Generic[P]):
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls; -1 once all ranks use the part
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """Part for these arguments, or None if the sequential program runs. Collective: the ranks pass the same sizes."""
+        """Part for these arguments, or None if the sequential program runs. All ranks of a group call this, with the same sizes."""
         is_one = group is None or group.count == 1
         sizes = {
             size: arrays[name].shape[dim]
@@ -69,7 +69,7 @@ class Ranges(Generic[P]):
         return made.result()
 
     def wait(self) -> None:
-        """Waits until the parts of all ranges are compiled for which calls were made."""
+        """Waits until the parts of all ranges in which calls were made are compiled."""
         for made in list(self._parts.values()):
             made.result()
 

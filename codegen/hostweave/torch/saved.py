@@ -71,10 +71,10 @@ def save_compared(whole: GraphModule, backward: GraphModule) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """True for a view that only splits the last dim. False for a view that may merge dims, because merged dims that are not contiguous need
-    a copy.
+    """True if the backward pass can recompute a view without a copy.
 
-    Also False for an expansion, such as the bias of a mask. Expansions are saved, because layers may share them.
+    False for a reshape of another view that may merge dims, because merged dims that are not contiguous need a copy. Also False for an
+    expansion, such as the bias of a mask. Expansions are saved, because layers may share them.
     """
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"
@@ -102,8 +102,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the same values: those that most layers save. The minimum cut is not unique, so it may select different
-    values in equal layers. Returns False if nothing changes."""
+    """Makes all equal layers save the values that most of them save. The minimum cut is not unique, so it may select different values in
+    equal layers. Returns False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():
@@ -122,7 +122,7 @@ def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def saved_names(saved: list[Node]) -> dict[Node, str]:
-    """Names saved values: first those that all layers save, layer by layer, then the others.
+    """Names saved values. The result has the order of `_in_rows`.
 
     In repeated layers, names end with the layer's number: the program then groups the arguments of each layer in a struct.
     """
@@ -140,7 +140,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values: first those that all layers save, layer by layer, then the others."""
+    """Sorts saved values by their names without the layer's number. Names with the largest number of values, usually one in each layer, are
+    first, layer by layer."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -122,7 +122,7 @@ def _containers(found: list[Any]) -> list[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two values are the same object, or equal numbers or containers."""
+    """True if two values are the same object, equal values of a type in NUMBERS, or containers of such values."""
     if one is other:
         return True
     if type(one) is not type(other):

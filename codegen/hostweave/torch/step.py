@@ -66,7 +66,10 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a step, or adds gradients. Returns the module's results before the update. Raises ArgumentError if arguments do not fit."""
+        """Runs a step, or adds gradients. Returns the module's results before the update.
+
+        Raises ArgumentError if arguments do not fit, or in a group if the plan shards a parameter that is not a DTensor.
+        """
         passed, given = self._leaves(args, kwargs)
         group = current_group()
         written = {} if group is None else {one.name: one.parameter for one in self._updates.parameters}
