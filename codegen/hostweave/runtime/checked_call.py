@@ -211,7 +211,7 @@ class Arguments:
         """Raises ArgumentError if an output array or a donated input overlaps another argument: writing one could overwrite the other."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # of the earlier spans, and of the written ones: the span with the largest end
+        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: among all earlier spans, and among the written ones
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
