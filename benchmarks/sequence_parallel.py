@@ -159,7 +159,7 @@ def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             torch.cuda._sleep(WAIT)
-            dist.all_reduce(together)  # aligns the ranks
+            dist.all_reduce(together)  # all ranks start the call together
             call()
             torch.cuda.synchronize()
         events = [e for e in profiled.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]

@@ -91,7 +91,7 @@ def by_torch(
         seen = seen & (sequence[..., None, :, None] == sequence[..., None, None, :]) & inside[..., None, :, None]
     scores = sum(biases, q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1).detach()
-    weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row that attends to no column
+    weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # 0 if a row attends to no column
     y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
     return y.detach(), lse, *torch.autograd.grad(y, (q, k, v, *biases), y.detach() if given is None else given)
 

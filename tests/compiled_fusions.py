@@ -37,8 +37,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two runs only with -m slow: peer for
-    every second case, and one_sided for the other cases."""
+    """Each case with the transports peer and one_sided, whose programs have the same IR. By default, only one of the two runs: cases
+    alternate between the transports. With -m slow the other one runs, too."""
     import pytest  # rank_process.py imports this module in many processes, and pytest is a third of the time
 
     return [
@@ -111,7 +111,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Positive and negative inputs of magnitude about 1."""
+    """Random inputs with positive and negative elements of magnitude about 1."""
     random = np.random.default_rng(seed)
     return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 

@@ -99,14 +99,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def build_runtime() -> None:
     """Builds the CUDA runtime with all cores while workers collect tests. Otherwise one worker would build the runtime, and all others
     would wait."""
-    with suppress(BuildError):  # tests report the error
+    with suppress(BuildError):  # a test that needs the runtime raises the error again
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):
             library.make()
 
 
 def with_kernels(target: str, compiler: Path, *given: tuple[Path, ...]) -> Toolchain:
-    """Toolchain whose quick compiler compiles kernels with the rest of a program, because its start takes longer than they do."""
+    """Toolchain in which the quick compiler compiles kernels with the rest of a program, because starting it again would take longer."""
     is_quick = compiler == Path(os.environ[OPTIMISING]).with_name("c++")
     return Toolchain(target, compiler, *given, together=(*ONLY_ENQUEUE, *((KERNELS,) if is_quick else ())))
 

@@ -13,7 +13,7 @@ from hostweave.targets.target import find_target
 
 
 def nccl() -> int:
-    """Version of NCCL that programs are linked to, such as 22900; 0 if there is none."""
+    """Version of the NCCL that programs are linked to, such as 22900, or 0 if NCCL is not installed."""
     part = next((part for part in find_cuda().libraries if "nccl" in part.name), None)
     version = ctypes.c_int()
     if part is None or part.path is None or ctypes.CDLL(str(part.path)).ncclGetVersion(ctypes.byref(version)) != 0:

@@ -82,7 +82,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     try:
         ranks = interpret(host, arrays)
     except (ArgumentError, ProgramError):
-        return False  # sizes that do not divide
+        return False  # the program does not support these uneven sizes
     compare(host, plain, arrays, ranks, f"seed {seed}, {generator.sizes}\n{host}")
     return True
 
@@ -93,7 +93,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         host = lower(fusion, options)
     except ProgramError as error:
-        if str(error).endswith("split it"):  # a pass made a kernel that is not one
+        if str(error).endswith("split it"):  # a pass made a kernel that must be split
             raise
         return None  # an impossible loop
     assert HostProgram.parse(str(host)) == host

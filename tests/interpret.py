@@ -190,7 +190,7 @@ class _Rank:
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def exchange(self, operation: Operation) -> None:
-        """Result of a kernel that begins with a collective of all ranks' blocks."""
+        """Computes the result of a kernel that begins with a collective. The kernel reads the blocks of all ranks."""
         sent = [
             array.ravel() for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None
         ]

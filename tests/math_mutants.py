@@ -268,7 +268,7 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Expected]:
-        """Results at larger sizes and with more seeds, for comparison in f64 only."""
+        """Results at larger sizes and with more seeds, which are compared only in f64."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
@@ -338,7 +338,7 @@ def subjects(ranks: int) -> Iterator[Subject]:
         transport = "auto" if seed % 5 else "one_sided"
         try:
             subject = Subject(f"random {seed}", random_fusions.Generator(seed).fusion(), Options(transport=transport))
-            subject.host.code  # noqa: B018  may be refused
+            subject.host.code  # noqa: B018  raises if the program is refused
         except HostweaveError:
             continue
         yield subject

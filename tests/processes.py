@@ -70,7 +70,8 @@ class Ranks:
         self.lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
-        """Next line of a rank with the prefix of tests. Other lines are warnings of libraries, or the watchdog's report."""
+        """Next output line of a rank that begins with `beginning`, or with "rank " by default. Skips other lines, such as warnings of
+        libraries."""
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -94,14 +94,14 @@ class Generator:
         return hw.reshard(t, *self.sharded(t.shape, mesh or t.type.mesh), mesh=mesh)
 
     def other(self, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-        """Another value on the same mesh."""
+        """A random value on the mesh of `t`, to combine with `t`."""
         return self.random.choice([value for value in values if value.type.mesh == t.type.mesh])
 
     def body(self, tensors: list[hw.Tensor], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
         """Applies up to `most` random ops to the tensors and to intermediate results, and returns some of the results."""
         values = list(tensors)
         for _ in range(self.random.randint(1, most)):
-            with contextlib.suppress(ProgramError):  # operands do not fit
+            with contextlib.suppress(ProgramError):  # the random op does not accept these operands
                 (last,) = self.random.choices(values, range(1, len(values) + 1))  # prefer later values, so that results are used
                 values.append(self.random.choice(ops)(self, values, last))
         made = values[len(tensors) :] or [values[0] + 1]

@@ -78,7 +78,7 @@ class Rank:
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
-        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # importing torch takes seconds
+        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # not imported on CPUs: it takes seconds
         self.device = f"cuda:{local_rank}" if target == "cuda" else "cpu"
         if target == "cuda":
             self.torch.cuda.set_device(self.device)
@@ -224,7 +224,7 @@ def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
 
 
 class Calls:
-    """Repeated identical calls."""
+    """Calls of one program with fixed arrays. Each `make` makes all of these calls, and checks their results."""
 
     def __init__(self, rank: Rank, name: str):
         self.rank, ranks = rank, rank.group.count

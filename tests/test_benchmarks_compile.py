@@ -124,6 +124,6 @@ def test_every_benchmark_is_here() -> None:
 
 
 def test_every_benchmark_prints_versions() -> None:
-    """`times_on_ranks` prints them too."""
+    """Each benchmark prints versions itself, or calls `times_on_ranks`, which prints them."""
     prints = re.compile(r"\b(?:print_machine|print_tools|times_on_ranks)\(")
     assert [path.name for path in BENCHMARKS.glob("*.py") if not prints.search(path.read_text())] == []

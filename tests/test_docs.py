@@ -89,7 +89,7 @@ def test_the_page_on_timelines_shows_the_printed_report(tmp_path: Path, monkeypa
 
 
 def test_the_gallery_shows_compiled_examples() -> None:
-    """Tests one entry. All entries are generated when the documentation is built."""
+    """Tests one entry of the gallery. All entries are generated when the documentation is built."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
     page = "\n".join(made["shown"](ring))
@@ -136,7 +136,7 @@ def test_pages_have_the_op_table() -> None:
 
 
 def test_the_pictures_are_those_that_the_code_makes() -> None:
-    """`python docs/pictures.py` rewrites them."""
+    """The pictures of the documentation are up to date. `python docs/pictures.py` rewrites them."""
     made = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     images = ROOT / "docs" / "images"
     assert {path.name for path in images.iterdir()} == {f"{picture.__name__}.svg" for picture in made}
@@ -147,7 +147,7 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
 
 
 def test_notebooks_are_the_pages() -> None:
-    """`python docs/notebook.py` rewrites them. Other tests run the blocks of the pages."""
+    """The notebooks contain the text and code of the pages. `python docs/notebook.py` rewrites them. Other tests run the blocks."""
     made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
     for page in (ROOT / "docs" / f"{name}.md" for name in made["PAGES"]):
         notebook = made["notebook"](page.read_text())
@@ -187,7 +187,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     "name", [pytest.param("DTensor", marks=pytest.mark.extra("torch")), pytest.param("shard_map", marks=pytest.mark.extra("jax"))]
 )
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """The block runs in a separate process, because both systems have global state."""
+    """Runs the page's code for another system in a separate process, because both systems have global state."""
     pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="needs PyTorch and JAX: pip install torch jax")
     text = (ROOT / "docs" / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)

@@ -170,7 +170,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
-    """The only frame of Hostweave is the decorator."""
+    """The traceback of an error during tracing has the user's frames, and only one frame of Hostweave: the decorator."""
 
     def normalised(x: hw.Tensor) -> hw.Tensor:
         return x / x.shape[0]
@@ -241,7 +241,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """The remedy uses only the shape of a tensor, so it works for all values, such as NaN."""
+    """The remedy for a constant uses only the shape of a tensor, so it works for all values of its elements, such as NaN."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]
@@ -341,7 +341,7 @@ def alone(x, w):  # type: ignore[no-untyped-def]
 
 
 def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers options, groups and programs."""
+    """Passes many values for each parameter of options, groups and programs."""
     monkeypatch.chdir(tmp_path)
     program, group = hw.compile(alone), hw.init(group="alone")
     call, measured = {"x": X, "w": W, "group": group}, {"x": X, "w": W, "repetitions": 1}

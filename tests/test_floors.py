@@ -113,7 +113,8 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def test_modules_have_no_import_cycle() -> None:
-    """Includes imports for type checking. There is one exception: functions of ops take tensors, and operators of tensors record ops."""
+    """Modules have no import cycle, also not by imports for type checking. One cycle is allowed: functions of ops take tensors, and
+    operators of tensors record ops."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
     needs: dict[str, set[str]] = {}
@@ -156,7 +157,7 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """The folders of the tests are those of the package."""
+    """The folders of the tests have the names of the package's folders, and each pass has a test file that names it."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []

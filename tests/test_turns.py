@@ -1,4 +1,4 @@
-"""Tests that are alone on the GPUs wait for all others, and no other test overtakes them."""
+"""Tests that must be alone on the GPUs wait for all running tests, and no other test overtakes the waiting test."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def of_a_tensor(name: str) -> Callable[..., Any]:
 
 
 def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Lists of arguments in which one has a wrong type, and the name of that parameter."""
+    """Lists of arguments in which one argument has a wrong type, and the name of its parameter."""
     parameters = list(inspect.signature(function).parameters.values())
     for wrong, value in itertools.product(parameters, WRONG):
         args, named = list[Any](), dict[str, Any]()

@@ -76,7 +76,7 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) 
         for name, call in calls.items():
             torch.cuda.synchronize()
             torch.cuda._sleep(wait)
-            dist.all_reduce(together)  # aligns the ranks
+            dist.all_reduce(together)  # all ranks start the call together
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

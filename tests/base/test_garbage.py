@@ -1,4 +1,4 @@
-"""The pause of Python's garbage collector."""
+"""`hostweave.base` can pause Python's garbage collector."""
 
 import gc
 

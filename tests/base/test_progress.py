@@ -1,4 +1,4 @@
-"""Progress of operations that take long: a line on a terminal, nothing if stderr is piped, and records of the logger."""
+"""Reports of progress during long operations: a line on a terminal, nothing if stderr is piped, and records of the logger."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
     own = find_target("cpu").runtime_libraries(here, frozenset())
     folder = build("asking", "", here, lambda _: (*own, library), sources)
-    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # no rpath, which the loader would use
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # the module has no rpath by which the loader could find a library
     planted, kept = tmp_path / "planted", tmp_path / "kept.so"
     planted.mkdir()
     make_library(planted, value=2)
@@ -152,7 +152,7 @@ def test_a_cache_entry_has_sources_log_and_module(empty_cache: Path) -> None:
 
 def test_the_key_depends_on_the_compiler_and_on_the_generated_code(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hw.compile(doubled).folder
-    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # not changed by these options
+    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # these options do not change the generated files
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
     compiler.chmod(0o755)
@@ -470,8 +470,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """A kernel has a constant bank, and gets a unique C++ name. A function that kernels call keeps its name, because two cubins may contain
-    the same function."""
+    """Each kernel of a cubin, which has a constant bank, gets a unique C++ name. A function that kernels call keeps its name, because two
+    cubins may contain the same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

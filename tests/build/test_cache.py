@@ -151,8 +151,8 @@ def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, m
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was set back, or differs from the clock of the machine that installed the files. The files are not treated as just
-    edited."""
+    """If the clock was set back, or differs from the clock of the machine that installed the files, the files seem to be from the future.
+    They are not treated as just edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -333,7 +333,7 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0")
-    cache.evict(period=60)  # the last eviction was just now
+    cache.evict(period=60)  # evicts nothing, because the last eviction was less than 60 seconds ago
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a"}  # kept, because another build may be about to link this object

@@ -11,7 +11,7 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
-OTHER = "1 - rank.x on x"  # the other one of two ranks
+OTHER = "1 - rank.x on x"  # the peer, if there are two ranks
 
 
 def parse(body: str) -> HostProgram:
@@ -395,7 +395,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """The result may be in the memory of an input, because each element depends only on the same element of the input."""
+    """A kernel's result may be in the memory of an input, because each element depends only on the same element of the input."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
@@ -405,7 +405,7 @@ def test_a_launch_in_place() -> None:
 
 
 def test_a_matmul_adds_in_place() -> None:
-    """The result may overlap the accumulated operand, but not a factor."""
+    """The result of a matmul may overlap the operand that is added to the product, but not a factor of the product."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y is written"):

@@ -129,7 +129,7 @@ def test_dividing_more_rows_takes_no_more_steps() -> None:
 
 @pytest.mark.parametrize("scale", [1, 2**59, 2**60, 2**70])
 def test_buffers_of_any_size_are_divided(scale: int) -> None:
-    """64 bits hold no byte position from 2**63 on."""
+    """Buffers of any size can be divided, also those whose byte positions exceed the largest signed integer of 64 bits."""
     left, right, top = (0, ((4, 2 * scale),), scale), (scale, ((4, 2 * scale),), scale), (0, (), 4 * scale)
     pieces = Pieces(8 * scale, frozenset((left, right, top)))
     assert pieces.first_segments == [range(start * scale, (start + 1) * scale) for start in (0, 1, 4, 5)]

@@ -1,4 +1,4 @@
-"""Arrays over the finite field give the results of Python integers modulo the prime. Their f64 values (shadows) give those of NumPy."""
+"""Arrays over the finite field give the results of Python integers modulo the prime. Their f64 values (shadows) give NumPy's results."""
 
 from __future__ import annotations
 

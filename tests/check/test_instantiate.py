@@ -92,7 +92,7 @@ def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
 def test_minimal_sizes() -> None:
     assert minimal_sizes(program("ag_matmul_flat_across")) == {"M": 12, "K": 2, "N": 2}
     assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
-    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # two iterations per stream, and one more
+    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # B: two iterations per stream, and one more
     text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
     assert minimal_sizes(host_text.parse(text)) == {"A": 6, "B": 2}
 
@@ -139,7 +139,8 @@ def test_sizes_where_a_sum_must_divide() -> None:
 
 @pytest.mark.parametrize("conditions", list(permutations(("M * N * K <= 16384", "N * K <= 16384", "M * N <= 256"))))
 def test_few_sizes_are_large(conditions: tuple[str, ...]) -> None:
-    """One size changes all conditions, so the check takes little memory. If M and N were large, a buffer would have 2**26 elements."""
+    """If one size decides all conditions, only this size is large in the check, which saves memory. If M and N were both large, a buffer
+    would have 2**26 elements."""
     branches = "\n".join(f"if {condition} {{\ncopy %x -> %y\n}} else {{\ncopy %x -> %y\n}}" for condition in conditions)
     program = host_text.parse(f"host @t(%x: f32[M, N, K]) -> (%y: f32[M, N, K]) mesh(x=1) {{\n{branches}\n}}\n")
     assert list(sizes_to_check(program)) == [{"M": 2, "N": 2, "K": 2}, {"M": 2, "N": 2**14, "K": 2}]
@@ -154,7 +155,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """M - 1 and N - 2 must be multiples of 4. The constraint of one sum does not affect other sums."""
+    """Smallest sizes for which M - 1 and N - 2 are multiples of 4. The constraint on one of these sums does not affect the other."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

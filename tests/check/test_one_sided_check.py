@@ -84,7 +84,7 @@ def test_verifier(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_join_waits_for_copies_of_local_shards(ranks: int) -> None:
-    """In a gather, a rank copies its local block on a separate stream. A later join replaces the wait for the event of this copy."""
+    """In a gather, a rank copies its local block on a separate stream. A later join of this stream replaces the wait for the copy."""
     fusion = Fusion.parse(f"""\
 fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
   %wg: f32[7, M] async = reshard(%w)

@@ -97,7 +97,7 @@ class Machine:
     def can_go_on(self, operation: Operation) -> bool:
         if operation not in self.started:
             return all(waited in self.ended for waited in operation.waits)
-        # Sends are buffered: only the receiver waits for the other side.
+        # Sends are buffered, so only a receive waits for its peer.
         receives = (part for part in operation.communications if not isinstance(part.instruction, ir.Send))
         return all(other in self.world.posted for part in receives for other in self.met[part].parts)
 
@@ -147,7 +147,7 @@ class Machine:
 
 
 def arguments(host: HostProgram) -> Inputs:
-    """Small integers, so that sums in bf16 are exact, in any order."""
+    """Inputs that are small integers, so that sums in bf16 are exact in any order."""
     draw = np.random.default_rng(0)
     sizes = minimal_sizes(host)
     return {p.name: draw.integers(-1, 2, global_shape(p.type, sizes)).astype(ml_dtypes.bfloat16) for p in host.inputs}

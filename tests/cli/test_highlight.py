@@ -101,7 +101,7 @@ def on_a_terminal(*arguments: str) -> str:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # the other end is closed
+    except OSError:  # Linux raises OSError after the command has closed its end of the terminal
         return b""
 
 

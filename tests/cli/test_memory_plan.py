@@ -70,7 +70,7 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """A buffer, and its live ranges: first event, end, and the event from which other streams may reuse the bytes."""
+    """A buffer and its live ranges. Each has a first event, an end, and the event from which other streams may reuse the bytes."""
 
     bytes: int
     lane: tuple[str, int] | None = None  # the stream that the buffer belongs to
@@ -230,7 +230,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """The two bodies of a condition may use one name for two buffers. A body may leave an allocation unused."""
+    """The two bodies of a condition may have different buffers with the same name, and a body may not use a buffer that it allocates."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a

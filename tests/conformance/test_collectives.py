@@ -80,7 +80,7 @@ def program(ranks: int) -> HostProgram:
     outputs, body = [], []
     for y, (kind, _, dtype, text) in cases(ranks).items():
         outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
-        body += [f"fill %{y} with 0.0", text]  # only the root receives
+        body += [f"fill %{y} with 0.0", text]  # only the root gets a result, so other ranks have zeros
     text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
     return host_text.parse(text)
 
@@ -141,7 +141,7 @@ def compare(ranks: int, given: dict[str, Array], results: list[dict[str, Array]]
         mine = np.split(passed, ranks)
         for rank, outputs in enumerate(results):
             got, want = (array.astype(np.float64) for array in (outputs[y], expected(kind, op, mine, rank)))
-            # Averages and products are rounded; all other results are exact.
+            # Averages are rounded; all other results are exact.
             rounded = {"f16": 2e-3, "bf16": 2e-2, "f32": 1e-6, "f64": 1e-14}.get(dtype.name, 0) if op == "avg" else 0
             np.testing.assert_allclose(got, want, rtol=rounded, atol=0, err_msg=f"%{y} on rank {rank} of {ranks}")
 

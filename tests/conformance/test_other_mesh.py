@@ -103,7 +103,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """Values of each rank by name, or None if the value is not on the rank."""
+    """For each rank, the outputs by name. An output is None if the rank is not in its mesh."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):

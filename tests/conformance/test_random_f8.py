@@ -216,8 +216,8 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Compares each element. If `is_rounded`, single elements may round to either neighbour, and only the norm of the whole difference is
-    compared."""
+    """Compares each element. If `is_rounded`, quantised values may round to either neighbour, so only the norm of the whole difference is
+    tested."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
     if is_rounded:
@@ -263,7 +263,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_compiled_programs(seed: int) -> None:
-    """The same programs on CPU ranks: tests the C++ of quantisation, kernels of few rows and epilogues."""
+    """Runs some of the random programs on CPU ranks, to test the C++ of quantisation, of kernels for few rows, and of epilogues."""
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     given, program = writer.arrays(seed), hw.compile(fusion, options=options(seed))

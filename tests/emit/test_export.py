@@ -68,8 +68,8 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
 
     runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
-    build(FUSIONS["matmul_rs_flat"], folder)  # has sends, recvs, matmuls and a kernel
-    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export did not change its sources
+    build(FUSIONS["matmul_rs_flat"], folder)  # a program with sends, recvs, matmuls and a kernel
+    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # a second export to the folder did not rewrite the runtime's sources
     for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even sizes, uneven sizes, and a rank without elements
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")

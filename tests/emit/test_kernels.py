@@ -129,7 +129,7 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Inputs. They are positive, so that log and sqrt are defined, and small, so that products of rows are finite."""
+    """Inputs that are positive, so that log and sqrt are defined, and small, so that products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():

@@ -26,7 +26,7 @@ def groups(plan: str) -> list[list[str]]:
 
 
 def in_use(plan: str) -> list[set[str]]:
-    """Live buffers after each line."""
+    """The set of live buffers after each line of `prepare`."""
     used: dict[str, str] = {}  # pool of streams of each member
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):

@@ -166,7 +166,7 @@ def test_nonlinear_ops_are_detected(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits the dims of each index label of an op. Tests that blocks of the operands give a block, or a partial sum, of the result.
+    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block, or a partial sum, of the result.
 
     Returns the number of tested labels.
     """
@@ -253,7 +253,7 @@ RENUMBERED = """fusion @r(%x: f64[M@x, N]) mesh(x=2) {
 
 
 def test_renumber_moves_no_element() -> None:
-    """The rows of each rank stay the same. Only their positions in the global tensor change."""
+    """The op `renumber` changes no local rows of a rank, only their positions in the global tensor."""
     fusion = Fusion.parse(RENUMBERED)
     case = only(fusion, "renumber")
     expect_linear(case, OPS["renumber"].linear)

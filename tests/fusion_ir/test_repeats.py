@@ -63,7 +63,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
-    """Each call takes the next number of one tensor, as layers take their seeds of random numbers."""
+    """If each call takes the next element of one tensor, as layers take their random seeds, the repeat takes a slice of this tensor."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
     def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
@@ -356,7 +356,7 @@ def test_each_call_reshards_its_tensor_of_a_group() -> None:
 
 
 def test_a_value_between_calls_of_tied_weights_is_used() -> None:
-    """The number of calls of the repeat differs from the number of tensors of a group."""
+    """A value between calls is used although weights are tied, so that the repeat has more calls than a group has tensors."""
     model = taken_again((), order=(0, 0, 1, 2, 3))
     check(lower(model, Options()), fusion=model)
 

@@ -22,7 +22,7 @@ def epilogues(t: DType) -> Fusion:
     @hw.fusion(x=t["M", "K"], w=t["K", "N"], wt=t["N", "K"], b=t["N"], r=t["M", "N"], z=t[2, "M", "K"])
     def epilogues(x, w, wt, b, r, z):  # type: ignore[no-untyped-def]
         g = hw.matmul(z, wt.T)
-        return (  # different matmuls, because equal matmuls would be computed once, without epilogue
+        return (  # matmuls with different operands, because equal matmuls would be computed only once, and then have no epilogue
             hw.matmul(x, w) + b,
             hw.relu(hw.matmul(z[0], w)),
             hw.relu(hw.linear(x, wt, b)),

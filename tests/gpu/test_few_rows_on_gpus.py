@@ -20,7 +20,7 @@ SIZES = [
     (8, 34, 1000),
     (3, 6, 4),
     (5, 14336, 72),
-    (7, 2056, 4000),  # uses pairs of large thread blocks
+    (7, 2056, 4000),  # sizes for which the kernel uses pairs of large thread blocks
     (2, 8, 40000),
     (6, 4096, 1024),
 ]
@@ -33,7 +33,7 @@ def products(t: DType) -> Fusion:
         return (
             hw.matmul(x, w) + r,
             hw.matmul(x, wt.T) * 0.5 + b,
-            hw.matmul(z, w),  # one kernel if there are few rows
+            hw.matmul(z, w),  # for few rows, one kernel computes the products of the batch
             hw.matmul(z, v),
             hw.silu(hw.matmul(z[0], w)) * hw.matmul(z[0], v[1]),
             hw.silu(hw.matmul(z[1], wt.T)) * r + b,

@@ -19,7 +19,7 @@ DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
 TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))
 SHAPES = ((3, 1), (5, 7), (300, 33), (2, 2048), (2, 2049), (3, 5000), (2, 40_000))
 KINDS = ("random", "ties", "nan", "same")
-LARGE = 40_000  # rows for which a full sort would take long
+LARGE = 40_000  # elements of a row that takes long to sort completely
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -14,7 +14,7 @@ from hostweave.build.cuda import gpus
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 GPUS = len(gpus())
-CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # CALLS: number of rounds of 3 calls
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # calls in each round, numbers of rows, and sizes of the MLP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -150,7 +150,7 @@ def test_the_current_stream_of_torch_is_waited_for() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(0)):
         late = torch.zeros_like(x)
-        torch.cuda._sleep(300_000_000)  # cycles, for a fraction of a second
+        torch.cuda._sleep(300_000_000)  # cycles; the GPU is busy for a fraction of a second
         late += x
         y = program.run(x=late, w=w)
         np.testing.assert_array_equal(y.cpu().numpy(), want)

@@ -130,7 +130,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         group = hw.init(provider)
         both = group.empty((2, 3, 4), hw.f32)
         both[...] = np.arange(24).reshape(2, 3, 4) + 100 * rank
-        second = both[1]  # at the same offset on both ranks
+        second = both[1]  # has the same offset on both ranks
         want = np.concatenate([np.arange(12, 24).reshape(3, 4) + 100 * other for other in range(2)])
         eye = np.eye(4, dtype="f4")
         np.testing.assert_array_equal(program(second, eye), want)
@@ -169,7 +169,7 @@ def test_lifetime_of_memory() -> None:
     kept.clear()
     gc.collect()
     again = hw.Threads(1)
-    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # after the collective step that frees memory
+    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # works after the collective step that frees the memory
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
 
 

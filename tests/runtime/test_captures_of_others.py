@@ -104,7 +104,7 @@ def test_captures_of_others(ranks: int) -> None:
             twice = np.split(wanted(want, arrays["up"], arrays["down"]), ranks)[rank]
             captures.launch(graph, launching)
             captures.launch(graph, second)
-            program(x, up, down, out=beside)  # another stream; the program orders the call after the launches
+            program(x, up, down, out=beside)  # on another stream, but the program orders the call after the launches
             np.testing.assert_array_equal(beside, np.split(want, ranks)[rank])
             captures.wait(second)
             for got, block in ((y, np.split(want, ranks)[rank]), (z, twice), (last, twice)):

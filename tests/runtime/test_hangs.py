@@ -166,7 +166,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
 def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
-        time.sleep(6)  # until the rank waits in its call; the fault lasts for 20 seconds
+        time.sleep(6)  # until the rank waits in its call; its fault lasts for 20 seconds
         ranks.processes[1].send_signal(signal.SIGINT)
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report

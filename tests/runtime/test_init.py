@@ -109,7 +109,7 @@ def test_uneven_shards() -> None:
     program = hw.compile(total)
 
     def rank(rank: int) -> None:
-        for rows in (10, 8, 3, 10):  # 3, 3, 3, 1, then 2, 2, 2, 2, then 1, 1, 1, 0
+        for rows in (10, 8, 3, 10):  # rows of the 4 ranks: 3, 3, 3, 1, then 2, 2, 2, 2, then 1, 1, 1, 0
             block = -(-rows // RANKS)
             x = X[:rows][block * rank :][:block]
             total, doubled = program(x)
@@ -207,7 +207,7 @@ def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) ->
     started = time.monotonic()
     check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
     assert not garbage
-    assert time.monotonic() - started < 60  # the time limit of the device is 120 seconds
+    assert time.monotonic() - started < 60  # if a rank waited for another one, the device would report this after 120 seconds
 
 
 def test_channels_are_made_once_and_freed() -> None:

@@ -15,7 +15,7 @@ namespace {
 struct OfRows : hw::Attentions {
   using Attentions::Attentions;
 
-  // The plan that a call on this stream uses for this number of rows.
+  // Returns the attention plan that a call on this stream uses for this number of rows.
   std::weak_ptr<const Plans::Plan> plan_of(int64_t rows, cudaStream_t stream) {
     const hw::Heads x{.rows = rows, .size = 8, .row_stride = 8};
     plans_->prepare({x, x, x, x, 0, std::nullopt});

@@ -24,7 +24,7 @@ using namespace std::chrono_literals;
 
 constexpr int kRanks = 3, kCount = 4;
 int silent = -1;      // a rank that sends nothing
-bool blocks = false;  // True if it also blocks until its channel is aborted
+bool blocks = false;  // true if the silent rank also blocks until its channel is aborted
 
 // A program in which y of a rank is x of the previous rank.
 struct Pass {
@@ -129,7 +129,7 @@ struct Calls {
   }
 };
 
-// If one rank sends nothing, progress shows that the others wait. They end soon after an abort.
+// If one rank sends nothing, progress shows that the other ranks wait. Their calls end soon after an abort.
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);

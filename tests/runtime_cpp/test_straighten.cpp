@@ -18,7 +18,7 @@ Pairs pairs_of(const std::vector<Edge>& edges) {
   return pairs;
 }
 
-// The order of starts and ends of nodes that the edges imply.
+// The order that the edges imply for the starts and the ends of nodes.
 using Moment = std::pair<size_t, bool>;  // a node, and true for its end
 std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, const std::vector<bool>& left_out) {
   const size_t nodes = left_out.size();

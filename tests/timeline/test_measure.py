@@ -101,7 +101,7 @@ def of_each_kind() -> dict[str, Fusion]:
 
 
 def layers() -> Fusion:
-    """Calls of a function in a loop."""
+    """Program that calls a function in a loop."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

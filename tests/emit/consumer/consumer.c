@@ -6,7 +6,7 @@
 #include "programs/hidden/c_api.h"
 #include "programs/project/c_api.h"
 
-/* Of CUDA's C API, by the names of a target whose headers are C++. */
+/* Functions of CUDA's C API, declared here because the headers of the CPU target are C++. */
 int cudaMalloc(void** pointer, size_t size);
 int cudaMemcpy(void* to, const void* from, size_t size, int kind);
 int cudaDeviceSynchronize(void);
@@ -96,7 +96,7 @@ int main(int argc, char** argv) {
   hidden_in.x.shape.dims[0] = ROWS + 1;
   expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_EXECUTION_ERROR, "not prepared for these sizes");
   hidden_in.x.shape.dims[0] = ROWS;
-  hidden_in.up.shape.dims[0] = WIDTH - 1; /* not a size of its own: that of x */
+  hidden_in.up.shape.dims[0] = WIDTH - 1; /* contradicts the shape of x */
   expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_ARGUMENT_ERROR, "up");
   hidden_in.up.shape.dims[0] = WIDTH;
   hidden_in.x.dtype = HW_BF16;
