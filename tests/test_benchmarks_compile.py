@@ -74,6 +74,13 @@ def layer(module: Any) -> Iterator[hw.Program]:
     yield module._program(module.ALONE[0], 1, "off")
 
 
+def model(module: Any) -> Iterator[hw.Program]:
+    module.LAYERS = 1
+    c = module.Config(num_hidden_layers=1)
+    for attends in (False, True):
+        yield module._parts_of_decode(c, module._inputs_of_parts(c, attends))
+
+
 def moe(module: Any) -> Iterator[hw.Program]:
     for is_gradient in (False, True):
         yield module._product(8, 64, 128, is_gradient)
@@ -105,8 +112,8 @@ def tune(module: Any) -> Iterator[hw.Program]:
 PROGRAMS: dict[str, Callable[[Any], Iterator[hw.Program]]] = {
     one.__name__: one
     for one in (
-        *(attention, comm, decode, few_rows, fp8, fsdp, graph_progress, kernels, layer, moe, overlap, sequence_parallel),
-        *(small_all_reduce, tune),
+        *(attention, comm, decode, few_rows, fp8, fsdp, graph_progress, kernels, layer, model, moe, overlap),
+        *(sequence_parallel, small_all_reduce, tune),
     )
 }
 
