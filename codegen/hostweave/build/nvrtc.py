@@ -1,7 +1,7 @@
 """Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each kernel becomes a cubin that is embedded in the program's module, in which the kernel's name denotes a `hw::JitKernel`
-(hostweave/jit.h).
+Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. There, the kernel's name denotes a
+`hw::JitKernel` (hostweave/jit.h).
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def units_of(kernels: str) -> list[Unit]:
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # its text would change every unit with every kernel
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so each change of one would recompile all units
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units. Each paragraph after the marker line is a unit, preceded by the text before this line.
+    """Splits a runtime file into units. A unit has one paragraph after the marker line, between the text before the line and the
+    last paragraph.
 
     A file without the marker line is one unit.
     """

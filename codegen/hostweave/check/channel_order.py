@@ -1,8 +1,9 @@
-"""Finds communications of one rank that must be ordered but are not. Communications on different channels must be ordered, and so must
-kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
+"""Finds communications of one rank that must be ordered but are not. Communications on different channels that occupy
+multiprocessors must be ordered, and so must kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
-peers can then deadlock. Ranks also exchange element counts through memory that all streams of a rank share.
+peers can then deadlock. Unordered communications could also overwrite each other's element counts, because all
+streams of a rank share the memory of these counts.
 
 Signals are only counted, so a wait cannot tell a signal from another one that overtook it. A CUDA graph may execute its branches one after
 another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
@@ -23,7 +24,7 @@ from hostweave.host_ir import ir, tree
 class PostedCommunications:
     """For each rank, channel and stream, the last communication that the rank has posted. Earlier ones precede it in the stream.
 
-    A library orders the communications of one channel, but not the kernels that themselves exchange data.
+    A communication library orders its own communications on one channel. It does not order generated kernels that exchange data.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """Communications and groups that some rank does not order, although they must be ordered."""
+    """Communications, and groups of communications, that must be ordered but that some rank leaves unordered."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.may_be_serialised for channel in used) < 2 and not program.has_signals:
         return set()

@@ -109,7 +109,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """Binds a body. At the end, adds deallocates for its allocations, including those in its `on` bodies."""
+        """Binds a body. At the end, adds deallocates for its allocations, including those in its `on` blocks (`ir.OnMesh`)."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
@@ -128,7 +128,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse memory that a stream of another pool has freed, or that a stream of this pool has freed
+    # two lists of loops whose next iteration may reuse memory: freed by a stream of another pool, freed by a stream of this pool
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

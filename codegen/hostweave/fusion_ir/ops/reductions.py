@@ -94,8 +94,9 @@ def _reduction(
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (
         f"{doc}\n\nReduces over `axis`, an int, a dim name or a tuple of them, by default all dims. With `keepdims`\n"
-        f"the reduced dims stay, with one element. The dtype is that of x. If a dim is sharded, each rank reduces its shard, and a\n"
-        f"collective combines the results. Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
+        f"the reduced dims stay, with one element. The dtype is that of x. If a reduced dim is sharded, each rank reduces its shard,\n"
+        f"and a collective combines the results. Raises ProgramError if the op has no meaning for the dtype of x, and for dims that x\n"
+        f"does not have.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
@@ -109,7 +110,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
-    """Result of max (-1) or min (1) over no elements. A rank may hold no elements of a sharded dim."""
+    """Result over no elements of max, if `sign` is -1, or of min, if it is 1. A rank may hold no elements of a sharded dim."""
     if x.dtype.kind == "b":
         return sign > 0
     if x.dtype.kind in "iu":
