@@ -170,16 +170,6 @@ def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
-def test_blocks_in_random_schedules() -> None:
-    fusion = blocks(3, hw.f32)
-    calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]
-    for seed in range(10):
-        with seeded(seed):
-            results = compiled(fusion).run_in_flight(calls, poison=True)
-        for arrays, got in zip(calls, results, strict=True):
-            expect(fusion, arrays, got)
-
-
 def together(ranks: int, rows: str | int = "T") -> Fusion:
     """Gathers of arrays of several dtypes. Two kernels compute them, because the gather of `again` depends on the gather of `n`."""
 
@@ -221,8 +211,8 @@ def test_one_kernel_gathers_at_stated_sizes_if_the_arrays_fit() -> None:
     assert not any(isinstance(i, ir.Group) and i.launch for i in tree.walk(large.body))
 
 
-def test_several_arrays_of_any_schedule() -> None:
-    fusion = together(3)
+@pytest.mark.parametrize("fusion", [blocks(3, hw.f32), together(3)], ids=["one array", "several arrays"])
+def test_blocks_in_random_schedules(fusion: Fusion) -> None:
     calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]
     for seed in range(10):
         with seeded(seed):
