@@ -157,10 +157,10 @@ class _Rank:
             others = [other for part in operation.communications if (met := self.world.met.get(part)) for other in met.awaited(part)]
             while any(other not in self.world.posted for other in others):
                 yield operation
+            if operation.instruction.exchanges:
+                self.exchange(operation)
+                continue
             for part in operation.communications:
-                if part.instruction.exchanges:
-                    self.exchange(part)
-                    continue
                 for access in part.accesses:
                     if access.writes:
                         target = self.array(access)

@@ -73,7 +73,7 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 // The memory is never freed, because peers may still have it open.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t packets = sizeof(Packet) * 2 * channel.size() * kPackets;
-  const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * (1 + kMoreArrays) * kParts;
+  const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * kParts;
   const MemoryCard rank = card_of_rank();
   bool in_process = true;
   for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
@@ -123,18 +123,13 @@ const Exchange& TermExchange::exchange() const { return shared_.exchange; }
 
 int64_t TermExchange::multiprocessors() const { return shared_.multiprocessors; }
 
-const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most, bool scatters, const MoreArrays& more,
-                                   cudaStream_t stream) const {
-  if (const int64_t all = ceil_div(bytes, 16) * 16 + more.bytes(); bytes > most || (more.count > 0 && all > most)) {
-    throw ExecutionError("a block of " + std::to_string(all) + " bytes is too large for kernels to exchange; the maximum is " +
+const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const {
+  if (bytes > most) {
+    throw ExecutionError("a block of " + std::to_string(bytes) + " bytes is too large for kernels to exchange; the maximum is " +
                          std::to_string(most));
   }
-  if (bytes > 0 && shared_.in_packets) return nullptr;
-  for (int i = 0; i < more.count; ++i) {
-    const auto& [block, result, size] = more.arrays[i];
-    if (size > 0) HW_CHECK(ncclAllGather(block, result, size, ncclUint8, channel_.comm(), stream));
-  }
   if (bytes == 0) return this;  // nothing to gather; null would tell the kernel to exchange data
+  if (shared_.in_packets) return nullptr;
   char* const all = static_cast<char*>(shared_.gathered.data());
   if (!scatters) {
     HW_CHECK(ncclAllGather(own, all, bytes, ncclUint8, channel_.comm(), stream));

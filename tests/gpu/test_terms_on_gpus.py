@@ -234,49 +234,6 @@ def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
     on_ranks(body)
 
 
-def gathering(columns: int) -> hw.Program:
-    """Program that gathers three arrays. One kernel does all gathers, and also doubles the first result."""
-
-    @hw.fusion(
-        mesh=hw.Mesh(tp=RANKS),
-        n=hw.i32[f"{ROWS * RANKS}@tp", "T"],
-        x=hw.bf16[f"{ROWS * RANKS}@tp", "T"],
-        f=hw.u8[f"{RANKS}@tp", "T", columns],
-    )
-    def gathered(n: hw.Tensor, x: hw.Tensor, f: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        every = ROWS * RANKS, "T"
-        return hw.reshard(n, *every) * 2, hw.sum(hw.reshard(x, *every), 0), hw.reshard(f, RANKS, "T", columns)
-
-    program = hw.compile(gathered, target="cuda")
-    assert program.host_ir.count("group {") == 2
-    return program
-
-
-@pytest.mark.parametrize("columns", [3, 64])
-def test_several_arrays(columns: int) -> None:
-    """Arrays that do or do not fill vectors, within the limit of a kernel and beyond it, with graphs and calls in flight."""
-    program = gathering(columns)
-
-    def body(rank: int, group: hw.Group) -> None:
-        for length in (1, 7, 64, 1000, 8192, 100_000):
-            generator = torch.Generator().manual_seed(length)
-            whole = [torch.randint(0, 100, (ROWS * RANKS, length), generator=generator, dtype=torch.int32)]
-            whole += [torch.randint(-4, 5, (ROWS * RANKS, length), generator=generator).bfloat16()]
-            whole += [torch.randint(0, 256, (RANKS, length, columns), generator=generator, dtype=torch.uint8)]
-            mine = [one.chunk(RANKS)[rank].cuda(rank) for one in whole]
-            want = whole[0] * 2, whole[1].float().sum(0).bfloat16(), whole[2]
-            step, stream = program.capture(*mine), torch.cuda.Stream(rank)
-            outs = [program(*mine) for _ in range(5)]
-            for _ in range(CALLS):
-                step(stream=stream)
-                program(*mine, out=outs[0], stream=stream)
-            torch.cuda.synchronize()
-            for got in (step.outputs, *outs):
-                expect(got, want)
-
-    on_ranks(body)
-
-
 @pytest.mark.parametrize("exchanges", ["terms", "blocks"])
 def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
     """Kernels that wait for a missing rank end when the call is aborted, and the GPU is usable afterwards."""

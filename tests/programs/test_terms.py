@@ -170,49 +170,8 @@ def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
-def together(ranks: int, rows: str | int = "T") -> Fusion:
-    """Gathers of arrays of several dtypes. Two kernels compute them, because the gather of `again` depends on the gather of `n`."""
-
-    @hw.fusion(
-        mesh=hw.Mesh(tp=ranks),
-        n=hw.i32[f"{4 * ranks}@tp", rows],
-        x=hw.f64[f"{2 * ranks}@tp", rows],
-        y=hw.bf16[f"{ranks}@tp", rows, 3],
-        f=hw.u8[f"{ranks}@tp", rows],
-        g=hw.u8[f"{ranks}@tp", rows],
-    )
-    def together(n: hw.Tensor, x: hw.Tensor, y: hw.Tensor, f: hw.Tensor, g: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        numbers = hw.reshard(n, 4 * ranks, rows) * 2
-        xs, ys = hw.reshard(x, 2 * ranks, rows), hw.reshard(y, ranks, rows, 3)
-        again = hw.reshard(hw.sum(numbers, 0)[None] + n, 4 * ranks, rows)
-        return numbers, hw.sum(xs, 0), ys, again * 3, hw.reshard(f, ranks, rows), hw.reshard(g, ranks, rows)
-
-    return together
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_one_kernel_gathers_several_arrays(ranks: int) -> None:
-    fusion = together(ranks)
-    host = lowered(fusion)
-    if ranks > 1:
-        groups = [i for i in tree.walk(host.body) if isinstance(i, ir.Group) and i.launch]
-        assert [len(group.body) for group in groups] == [4, 2]  # the kernel of the second launch gathers `again` and the last array
-        assert all(group.body[-1] is group.launch for group in groups)
-    limits = {int(str(i.condition).split()[-1]) for i in tree.walk(host.body) if isinstance(i, ir.If)}
-    for rows in (0, 1, 5, *(sorted({*limits, *(limit + 1 for limit in limits)}) if ranks == 2 else ())):
-        arrays = integer_arrays(fusion, {"T": rows}, rows)
-        expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
-
-
-def test_one_kernel_gathers_at_stated_sizes_if_the_arrays_fit() -> None:
-    small, large = (lowered(together(2, rows)) for rows in (8, 1 << 19))
-    assert [isinstance(i, ir.If) for i in small.body].count(True) == 0
-    assert [len(i.body) for i in tree.walk(small.body) if isinstance(i, ir.Group) and i.launch] == [4, 2]
-    assert not any(isinstance(i, ir.Group) and i.launch for i in tree.walk(large.body))
-
-
-@pytest.mark.parametrize("fusion", [blocks(3, hw.f32), together(3)], ids=["one array", "several arrays"])
-def test_blocks_in_random_schedules(fusion: Fusion) -> None:
+def test_blocks_in_random_schedules() -> None:
+    fusion = blocks(3, hw.f32)
     calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]
     for seed in range(10):
         with seeded(seed):
@@ -291,6 +250,7 @@ def test_the_verifier() -> None:
             "has a max of f32, but kernels only sum f16, bf16, f32: use all_reduce",
         ),
         (program(KERNEL.replace("axes=(tp)", "axes=(dp)")), "is along dp: use a channel along these axes, of at most 8 ranks"),
+        (program(body=f"group {{ {BODY} }}"), "a group may contain only communications: move it out"),
         (program(body=f"if rank == 0 {{ {BODY} }}"), "a collective is not allowed under `if rank == 0`"),
         (program(body=BODY.replace("%p, %x", "%p")), "@add takes 2 buffers, not 1"),
     ):
@@ -356,48 +316,6 @@ def test_mutations_of_blocks(kind: str) -> None:
     ):
         with pytest.raises(ProgramError, match=message):
             check(HostProgram.parse(f"{head}{{ {wrong} }}"))
-
-
-GATHERS = """
-kernel @k(%p: f32[8]) {
-  %s: f32[8] = all_gather(%p, dim=0, axes=(tp))
-  %y: f32[8] = negative(%s)
-}
-host @gathered(%p: f32[8@tp], %q: u8[6@tp]) -> (%y: f32[8], %z: u8[6]) mesh(tp=2) channels(tp: tp two_sided) {
-  group { all_gather %q -> %z on tp  launch_all_gather @k %p -> %y on tp }
-}
-"""
-IN_GROUP = "all_gather %q -> %z on tp  launch_all_gather @k %p -> %y on tp"
-
-
-def test_mutations_of_several_arrays() -> None:
-    """The verifier refuses groups that one kernel cannot compute. The check detects a missing gather, results in the memory of a block that
-    is sent, a result that another gather reads, and exchanges that nothing orders."""
-    check(HostProgram.parse(GATHERS))
-    another = "%t = allocate u8[6]  all_gather %q -> %t on tp"
-    for wrong, message in (
-        ("launch_all_gather @k %p -> %y on tp  all_gather %q -> %z on tp", "use launch_all_gather as the last instruction"),
-        (IN_GROUP.replace("all_gather %q -> %z", "all_gather %q -> %z along 0"), "after up to 3 all_gathers of equal blocks"),
-        (f"{IN_GROUP.replace('launch', 'all_gather %q -> %z on tp  ' * 3 + 'launch')}", "after up to 3 all_gathers"),
-    ):
-        with pytest.raises(ProgramError, match=message):
-            verify_host(HostProgram.parse(GATHERS.replace(IN_GROUP, wrong)))
-    group = f"group {{ {IN_GROUP} }}"
-    part = "%t = allocate f32[8]  %u = slice %t[0: 4 from 0]  copy %p -> %u  %v = allocate f32[8]"
-    for wrong, message in (
-        ("launch_all_gather @k %p -> %y on tp", "nothing writes bytes 0 to 6 of the output %z"),
-        ("all_gather %q -> %z on tp", "nothing writes bytes 0 to 32 of the output %y"),
-        (
-            f"{part}  group {{ all_gather %u -> %v on tp  launch_all_gather @k %p -> %t on tp }}",
-            r"reads %u while, in the same group, .* writes the same bytes",
-        ),
-        (f"group {{ all_gather %q -> %z on tp  {IN_GROUP} }}", r"writes %z while, in the same group, .* writes the same bytes"),
-        (f"fork a  stream a[0] {{ {group} }}  {another}  join a", "nothing orders them on the rank"),
-        (f"fork a  stream a[0] {{ {another} }}  {group}  join a", "nothing orders them on the rank"),
-    ):
-        text = GATHERS.replace("two_sided)", "two_sided) streams(a[1])").replace(group, wrong)
-        with pytest.raises(ProgramError, match=message):
-            check(HostProgram.parse(text))
 
 
 STREAMS = " streams(a[1], b[1])"

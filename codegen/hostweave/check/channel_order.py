@@ -33,9 +33,7 @@ class PostedCommunications:
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Records the communications of a task that starts at `clock`. Returns earlier ones that may still run and must be ordered
         with it: communications on other channels, and any pair of which a kernel does one."""
-        parts = task.operation.communications
-        exchanges = any(part.instruction.exchanges for part in parts)  # then the kernel does all communications of the group
-        channels = {(channel_of(part), exchanges) for part in parts if part.may_be_serialised}
+        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
         last = self._last[task.operation.rank]

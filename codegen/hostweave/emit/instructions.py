@@ -108,7 +108,7 @@ class Emitter:
         """Returns the C++ of one instruction, from the `emit_` method of its class or nearest base class. The default is the class's
         template."""
         text = method_of(type(i))(self, i)
-        opens_group = i.grouped and not self.in_group and not any(inner.exchanges for inner in tree.walk((i,)))
+        opens_group = i.grouped and not self.in_group
         if opens_group:  # each send or recv outside of a Group instruction is a separate group
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
@@ -290,13 +290,10 @@ class Emitter:
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
     def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
-        return self.launch_exchange(i, "launch_exchange", ())
-
-    def launch_exchange(self, i: ir.LaunchExchange, function: str, more: tuple[str, ...]) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
         kernel = self.context.declared[i.kernel]
         block = self.count_of(kernel.delivered) if i.kind == "reduce_scatter" else self.count(i.srcs[0])
-        return self.launch_of(kernel, i.srcs, i.dsts, function, (exchange, *more, self.text(i.srcs[0]), block))
+        return self.launch_of(kernel, i.srcs, i.dsts, "launch_exchange", (exchange, self.text(i.srcs[0]), block))
 
     def launch_of(
         self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
@@ -390,10 +387,6 @@ class Emitter:
         return macro(route=route, count=self.integers.size(block), times=times)
 
     def emit_group(self, i: ir.Group) -> str:
-        if i.launch:
-            gathers = [member for member in i.body if isinstance(member, ir.FromTo)]
-            more = (f"hw::also_gathered({self.text(g.src)}, {self.text(g.dst)}, {self.count(g.src)})" for g in gathers)
-            return self.launch_exchange(i.launch, "launch_gathers", (f"{{{', '.join(more)}}}",))
         self.in_group = True
         body = self.body(i.body)
         self.in_group = False

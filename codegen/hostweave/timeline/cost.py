@@ -179,10 +179,9 @@ def _seconds_between(operation: Operation, peers: Iterable[int | None], size: fl
 
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
     """Work of a kernel that exchanges terms or blocks with the kernels of other ranks."""
-    parts = operation.communications
-    kind, ranks = parts[-1].instruction.kind, len(parts[-1].process_group)  # type: ignore[attr-defined]
-    block = sum(_bytes(part.accesses[0]) for part in parts) // (ranks if kind == "reduce_scatter" else 1)
-    seconds = machine.launch + in_kernel(kind, ranks, block) + sum(map(_bytes_moved, parts)) / machine.memory
+    kind, ranks = operation.instruction.kind, len(operation.process_group)  # type: ignore[attr-defined]
+    block = _bytes(operation.accesses[0]) // (ranks if kind == "reduce_scatter" else 1)
+    seconds = machine.launch + in_kernel(kind, ranks, block) + _bytes_moved(operation) / machine.memory
     return Work(seconds, "kernels", sent=block * (ranks - 1))
 
 
@@ -190,8 +189,6 @@ def _group(operation: Operation, machine: Machine) -> Work:
     """Work of a group. Its sends overlap with its recvs, so the slower direction determines the time. Its collectives run one after
     another."""
     sent, received, rest = 0, 0, 0.0
-    if any(part.instruction.exchanges for part in operation.members):
-        return _in_kernel(operation, machine)
     for part in operation.members:
         if part.instruction.posts == "send":
             sent += _bytes_moved(part)

@@ -29,12 +29,11 @@ namespace hw {
 
 struct Grid {
   int64_t blocks;
-  int threads;               // per block
-  int cluster = 1;           // blocks per cluster; ignored on devices without clusters
-  bool at_once = false;      // cooperative launch, with at most one block per multiprocessor
-  int shared = 0;            // bytes of dynamic shared memory
-  bool resident = false;     // at most as many blocks as run at once; a block loops over rows
-  bool is_flexible = false;  // the kernel accepts any number of blocks, of up to kThreads threads
+  int threads;            // per block
+  int cluster = 1;        // blocks per cluster; ignored on devices without clusters
+  bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
+  int shared = 0;         // bytes of dynamic shared memory
+  bool resident = false;  // at most as many blocks as run at once; a block loops over rows
 };
 
 struct ResidentGrid : Grid {
@@ -73,7 +72,7 @@ constexpr int warps_of(int64_t threads, int64_t most) {
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
-  return {.blocks = smaller(ceil_div(n, threads * kWidth), kMaxBlocks), .threads = threads, .is_flexible = true};
+  return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
 // One block per row of n elements. With many rows, blocks have fewer threads, each with up to kRowAccesses accesses of kWidth

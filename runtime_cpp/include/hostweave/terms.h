@@ -23,7 +23,6 @@ constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank
 constexpr int64_t kBlockBytes = int64_t{8} << 20;            // maximum bytes of the blocks of all ranks
 constexpr int64_t kPartBytes = 1024;                         // minimum bytes of a part of a block
 constexpr int kParts = 256;                                  // maximum number of parts of a block; each has a flag
-constexpr int kMoreArrays = 3;                               // arrays that a kernel may gather besides its input
 
 template <class T, int kCount>
 struct Values;  // defined in kernel.h, which host programs do not include
@@ -41,23 +40,6 @@ struct Exchange {
   uint32_t* state;  // number of the last exchange, and number of thread blocks that have sent their data of the current exchange
   const uint32_t* aborted;  // a nonzero value ends all waits
   int rank;
-};
-
-// Arrays that a kernel gathers besides its input. Their results are arrays in memory.
-struct MoreArrays {
-  struct Array {
-    const char* own;  // the block of this rank
-    char* all;        // result: consecutive blocks of all ranks
-    int64_t bytes;    // size of a block
-  };
-  Array arrays[kMoreArrays];
-  int count;
-
-  constexpr int64_t bytes() const {
-    int64_t sum = 0;
-    for (int i = 0; i < count; ++i) sum += ceil_div(arrays[i].bytes, 16) * 16;
-    return sum;
-  }
 };
 
 // Vector `i` of `count` elements, zero-padded.
@@ -308,15 +290,13 @@ struct LandedBlocks {
   using Element = T;
   static constexpr bool kScatters = kSums;
   static constexpr int kMostOfEach = 2;
-  static constexpr int64_t kVector = 16;  // bytes
-  static constexpr int64_t kMostBytes = kBlockBytes / kRanks / kVector * kVector;
+  static constexpr int64_t kMostBytes = kBlockBytes / kRanks / 16 * 16;
 
   const T* own;       // all-gather: the block of this rank; reduce-scatter: one block for each rank
   int64_t count;      // elements of a block
   const T* gathered;  // consecutive blocks from all ranks; null if kernels exchange the blocks
   Exchange exchange;
   uint32_t number;  // number of this exchange
-  MoreArrays more;
 
   HW_DEVICE LandedBlocksAt<T, kRanks, kSums> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return values<1>(i)[0]; }
@@ -355,96 +335,55 @@ struct LandedBlocks {
   // Landing memory of a rank for the block of a sender.
   HW_DEVICE char* landing(int rank, int sender) const { return slots(rank) + number % 2 * kBlockBytes + sender * kMostBytes; }
 
-  // Flags of a rank for the parts of a sender's blocks.
-  HW_DEVICE uint32_t* flags(int rank, int sender, int array) const {
-    return reinterpret_cast<uint32_t*>(slots(rank) + 2 * kBlockBytes) + (sender * (1 + kMoreArrays) + array) * kParts;
+  // Flags of a rank for the parts of a sender's block.
+  HW_DEVICE uint32_t* flags(int rank, int sender) const {
+    return reinterpret_cast<uint32_t*>(slots(rank) + 2 * kBlockBytes) + sender * kParts;
   }
 
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Division of the blocks of an array. Array 0 is the input, and the others are those of `more`. The number of parts depends
-  // only on the size of a block, so it is equal on all ranks.
-  struct Parts {
-    int64_t vectors;  // vectors of a block
-    int64_t each;     // vectors of a part
-    int count;
-
-    HW_DEVICE int64_t end(int part) const { return (part + 1) * each < vectors ? (part + 1) * each : vectors; }
-  };
-
-  HW_DEVICE Parts parts_of(int array) const {
-    const int64_t bytes = array == 0 ? count * static_cast<int64_t>(sizeof(T)) : more.arrays[array - 1].bytes;
-    const int64_t vectors = (bytes + kVector - 1) / kVector, most = vectors * kVector / kPartBytes;
-    const int parts = most < 1 ? 1 : most < kParts ? static_cast<int>(most) : kParts;
-    return {vectors, (vectors + parts - 1) / parts, parts};
-  }
-
   // Sends the blocks in parts, and waits for all parts of the peers. The last thread block to send increments the exchange
-  // number.
+  // number. The number of parts depends only on the size, so it is equal on all ranks.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
-    int64_t at = 0;  // offset of an array in the landing memory
-    for (int array = 0; array <= more.count; ++array) {
-      const Parts parts = parts_of(array);
-      for (int part = blockIdx.x; part < parts.count; part += gridDim.x) {
+    constexpr int64_t kVector = sizeof(uint4);
+    const int64_t vectors = (count * sizeof(T) + kVector - 1) / kVector, most = vectors * kVector / kPartBytes;
+    const int parts = most < 1 ? 1 : most < kParts ? most : kParts;
+    const int64_t each = (vectors + parts - 1) / parts;
+    for (int part = blockIdx.x; part < parts; part += gridDim.x) {
 #pragma unroll
-        for (int peer = 0; peer < kRanks; ++peer) {
-          if (peer == exchange.rank) continue;
-          char* const target = landing(peer, exchange.rank) + at;
-          if (array == 0) {
-            send(block_for(peer), count, target, part * parts.each, parts.end(part));
-          } else {
-            send(more.arrays[array - 1].own, more.arrays[array - 1].bytes, target, part * parts.each, parts.end(part));
-          }
-        }
+      for (int peer = 0; peer < kRanks; ++peer) {
+        if (peer != exchange.rank) send(peer, part * each, (part + 1) * each < vectors ? (part + 1) * each : vectors);
       }
-      at += parts.vectors * kVector;
     }
     __syncthreads();
     const int peer = threadIdx.x;
     if (peer < kRanks && peer != exchange.rank) {
       __threadfence_system();
-      for (int array = 0; array <= more.count; ++array) {
-        const int parts = parts_of(array).count;
-        for (int part = blockIdx.x; part < parts; part += gridDim.x) {
-          asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flags(peer, exchange.rank, array) + part), "r"(number)
-                       : "memory");
-        }
+      for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+        asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flags(peer, exchange.rank) + part), "r"(number) : "memory");
       }
     }
     if (threadIdx.x == 0 && atomicInc(exchange.state + 1, gridDim.x - 1) == gridDim.x - 1) *exchange.state = number;
     griddep_launch();
-    for (int array = 0; array <= more.count; ++array) {
-      const int parts = parts_of(array).count;
-      for (int i = threadIdx.x; i < kRanks * parts; i += blockDim.x) {
-        if (i / parts != exchange.rank) wait(flags(exchange.rank, i / parts, array) + i % parts);
-      }
+    for (int i = threadIdx.x; i < kRanks * parts; i += blockDim.x) {
+      if (i / parts != exchange.rank) wait(flags(exchange.rank, i / parts) + i % parts);
     }
     __syncthreads();
-    at = parts_of(0).vectors * kVector;
-    for (int array = 1; array <= more.count; ++array) {
-      const MoreArrays::Array& one = more.arrays[array - 1];
-#pragma unroll
-      for (int rank = 0; rank < kRanks; ++rank) {
-        copy(rank == exchange.rank ? one.own : landing(exchange.rank, rank) + at, one.all + rank * one.bytes, one.bytes);
-      }
-      at += parts_of(array).vectors * kVector;
-    }
   }
 
-  // Stores vectors `first` to `end` of a block. Loads are issued before stores to overlap their latencies.
-  template <class Element>
-  HW_DEVICE void send(const Element* block, int64_t size, char* landing, int64_t first, int64_t end) const {
+  // Loads are issued before stores to overlap their latencies.
+  HW_DEVICE void send(int peer, int64_t first, int64_t end) const {
     constexpr int kAtOnce = 4;
-    uint4* const target = reinterpret_cast<uint4*>(landing);
+    uint4* const target = reinterpret_cast<uint4*>(landing(peer, exchange.rank));
     const int64_t step = blockDim.x;
     for (int64_t from = first + threadIdx.x; from < end; from += kAtOnce * step) {
       uint4 vectors[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (from + n * step < end) vectors[n] = padded<uint4>(block, size, from + n * step);
+        if (from + n * step < end) vectors[n] = padded<uint4>(block_for(peer), count, from + n * step);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -453,27 +392,7 @@ struct LandedBlocks {
     }
   }
 
-  // All threads of the grid copy bytes together. Loads are issued before stores to overlap their latencies.
-  HW_DEVICE void copy(const char* from, char* to, int64_t bytes) const {
-    constexpr int kAtOnce = 4;
-    const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;
-    const bool is_wide = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % kVector == 0;
-    const int64_t vectors = is_wide ? bytes / kVector : 0;
-    for (int64_t i = thread; i < vectors; i += kAtOnce * step) {
-      uint4 parts[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (i + n * step < vectors) parts[n] = reinterpret_cast<const uint4*>(from)[i + n * step];
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (i + n * step < vectors) reinterpret_cast<uint4*>(to)[i + n * step] = parts[n];
-      }
-    }
-    for (int64_t i = vectors * kVector + thread; i < bytes; i += step) to[i] = from[i];
-  }
-
-  // Polls a flag until it has the number of this exchange. The number may also be higher, because the peer may be ahead.
+  // Polls a flag until it has the number of this exchange or of a later one, because the peer may be ahead.
   HW_DEVICE void wait(const uint32_t* flag) const {
     uint32_t seen = number - 1;
     for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {

@@ -18,6 +18,5 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .channels = kChannels,
-    .prepares_together = true,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

@@ -1,31 +1,7 @@
 #include "hostweave/kernel.h"
-#include "hostweave/terms.h"
 #include "kernels.h"
 
 namespace programs::trained_in_zigzag {
-
-// %k_in_order_gathered: bf16[4, 2, 2, S/8, 64] = all_gather(%k, dim=0, axes=(cp))
-__global__ void all_gather_k_in_order_gathered(hw::GatheredBlocks<hw::bf16, 4> k, hw::bf16* k_in_order_gathered, int64_t S) {
-  HW_TOUCHES(k, hw::writes(k_in_order_gathered, 128 * S));
-  hw::griddep_wait();
-  k.begin();
-  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(128 * S)) {
-      const auto k_i = hw::load<kWidth>(k + i);
-      hw::Values<hw::bf16, kWidth> k_in_order_gathered_i;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        k_in_order_gathered_i[e] = k_i[e];
-      }
-      hw::store(k_in_order_gathered + i, k_in_order_gathered_i);
-    }
-  };
-  if (hw::aligned(k, k_in_order_gathered)) {
-    compute(hw::Width<8>());
-  } else {
-    compute(hw::Width<1>());
-  }
-}
 
 // %k_in_order_pieces: bf16[2, 2, 4, S/8, 64] = reverse_second(%k_in_order_halves, axis=2, halves=1)
 __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halves, hw::bf16* k_in_order_pieces, int64_t S) {

@@ -1,12 +1,10 @@
 // Kernels of trained_in_zigzag.
 #pragma once
 #include "hostweave/launch.h"
-#include "hostweave/terms.h"
 #include "hostweave/types.h"
 
 namespace programs::trained_in_zigzag {
 
-__global__ void all_gather_k_in_order_gathered(hw::GatheredBlocks<hw::bf16, 4> k, hw::bf16* k_in_order_gathered, int64_t S);
 __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halves, hw::bf16* k_in_order_pieces, int64_t S);
 __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_half, const hw::bf16* dk_before_first_partial,
                                                     const hw::bf16* dk_before_expand_dims_2, hw::bf16* dk_before_concat,

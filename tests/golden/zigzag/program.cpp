@@ -12,10 +12,7 @@ Program::Program(hw::Rank& rank)
       plan_y_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_y_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
-      plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
-      terms_on_cp_(rank, channel_cp_),
-      arena_(hw::TermExchange::calls(rank)) {
-  HW_CHECK(hw::load(all_gather_k_in_order_gathered));
+      plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
   HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
   HW_CHECK(hw::load(add_reshape_concat_dk_before_concat));
   HW_CHECK(hw::load(reverse_second_dk_pieces));
@@ -49,7 +46,6 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_dq_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
                        hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
                        hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
-    terms_on_cp_.prepare();
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
     // - k_in_order_gathered_, v_in_order_pieces_, dk_before_concat_, dv_pieces_
@@ -105,14 +101,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:39  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
-  if (S <= 16383) {
-    HW_CHECK(hw::launch_gathers(all_gather_k_in_order_gathered, hw::grid_of_elements<8>(128 * S), caller, terms_on_cp_,
-                                {hw::also_gathered(v, v_in_order_gathered_, 32 * S)}, k, 32 * S, k_in_order_gathered_, S));
-  } else {
+  {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;
-    HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
     HW_CHECK(ncclAllGather(k, k_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+    HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
   HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, k_in_order_gathered_,

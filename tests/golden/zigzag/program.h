@@ -10,7 +10,6 @@
 #include "hostweave/attention.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
-#include "hostweave/term_exchange.h"
 #include "hostweave/types.h"
 
 namespace programs::trained_in_zigzag {
@@ -69,7 +68,6 @@ class Program {
   hw::AttentionPlan plan_y_1_;
   hw::AttentionBackwardPlan plan_dq_;
   hw::AttentionBackwardPlan plan_dq_1_;
-  hw::TermExchange terms_on_cp_;  // of channel_cp_
   hw::Arena arena_;
   hw::bf16* k_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
   hw::bf16* v_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]

@@ -157,6 +157,8 @@ class FieldRanks:
             self.transfer(ranks, operations)
         elif not is_posted:
             self.post(ranks, operations)
+        elif instruction.exchanges:
+            self.exchange(ranks, operations)
         else:
             self.receive(ranks, operations)
 
@@ -173,9 +175,6 @@ class FieldRanks:
     def receive(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         for rank, operation in zip(ranks, operations, strict=True):
             for part in operation.communications:
-                if part.instruction.exchanges:
-                    self.exchange(rank, part)
-                    continue
                 for access in part.accesses:
                     if access.writes:
                         self.fill([rank], [access], self.received(rank, part))
@@ -204,12 +203,13 @@ class FieldRanks:
         total: Lanes = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
-    def exchange(self, rank: int, operation: Operation) -> None:
+    def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         """Runs a kernel on the elements that its collective delivers."""
-        _, *others = [access for access in operation.accesses if access.reads]
-        (kernel,) = tree.names(operation.instruction, "launch")
-        reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
-        self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
+        for rank, operation in zip(ranks, operations, strict=True):
+            _, *others = [access for access in operation.accesses if access.reads]
+            (kernel,) = tree.names(operation.instruction, "launch")
+            reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
+            self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
     def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Lanes:
         """The elements that a kernel's collective delivers to a rank, in the shape of the kernel's first input."""

@@ -10,7 +10,6 @@ from hostweave.types.blocks import Cuts, Route
 EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce in bytes: hw::kExchangeBytes
-MORE_GATHERS = 3  # largest number of arrays that a kernel gathers besides its input: hw::kMoreArrays
 BLOCK_BYTES = 8 << 20  # largest total size of the blocks of all ranks in bytes, for other exchanges: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
@@ -33,7 +32,6 @@ class Collective(Communication):
     """
 
     posts = "collective"
-    joins: ClassVar[bool] = False  # a kernel that gathers can do this collective too, if the blocks are equal
     sends_blocks: ClassVar[bool] = False  # each receiver gets a different block of every sender's buffer
     sent_along: int | None = None  # dim of src that the blocks split
     received_along: int | None = None  # dim of dst that the blocks split
@@ -85,7 +83,6 @@ class AllGather(FromTo):
     channel: str
     received_along: int | None = None
     syntax = "all_gather %{src} -> %{dst} along {received_along} on {channel}"
-    joins = True
     in_place = "block of dst"
     blocks = "dst"
 
@@ -300,16 +297,8 @@ class RecvBlocks(Routed):
 
 @dataclass(frozen=True)
 class Group(Instruction):
-    """Communications on one transport that are posted together.
-
-    If the last one launches a kernel with an all_gather, the kernel does the other all_gathers too.
-    """
+    """Communications on one transport that are posted together."""
 
     body: Body
     syntax = "group {body}"
     grouped = True
-
-    @property
-    def launch(self) -> LaunchExchange | None:
-        """The launch of the kernel that does all communications, or None."""
-        return next((i for i in self.body if isinstance(i, LaunchExchange)), None)

@@ -11,19 +11,13 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     if not i.body:
         c.fail("the group is empty: remove it")
     for inner in i.body:
-        if not inner.posts:
+        if not inner.posts or inner.exchanges:
             c.current = inner
             c.fail("a group may contain only communications: move it out")
     c.inner(i.body, scope)
     transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
     if len(transports) > 1:
         c.fail(f"a group must have one transport, not {' and '.join(sorted(transports))}: use a group per transport")
-    if i.launch:
-        gathers = [inner for inner in i.body[:-1] if isinstance(inner, ir.Collective) and inner.joins and not inner.is_shared]
-        are_one = len(gathers) == len(i.body) - 1 and {inner.channel for inner in gathers} == {i.launch.channel}
-        if i.launch.kind != "all_gather" or i.launch is not i.body[-1] or not are_one or len(gathers) > ir.MORE_GATHERS:
-            most = f"up to {ir.MORE_GATHERS} all_gathers of equal blocks on its channel"
-            c.fail(f"the launch of @{i.launch.kernel} is in a group: use launch_all_gather as the last instruction, after {most}")
 
 
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:

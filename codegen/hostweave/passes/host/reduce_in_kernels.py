@@ -9,18 +9,9 @@
 
 The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel occupies the device while it
 waits for other ranks, so no other communication may overlap with it. Programs that communicate on separate streams keep their collectives.
-
-A kernel that gathers also does later gathers whose operands exist already. Ranks then wait for each other once:
-
-    launch_all_gather @a_kernel %a -> %b on x               group {
-    launch @k %b -> %c                                        all_gather %w -> %w_gathered on x
-    launch_all_gather @w_kernel %w -> %w_gathered on x        launch_all_gather @a_kernel %a -> %b on x
-                                                  becomes   }
-                                                            launch @k %b -> %c
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import unique_name
@@ -32,7 +23,7 @@ from hostweave.host_ir.expr import Binary, Const, Symbol
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
 from hostweave.tune.cost import most_terms
-from hostweave.types.size import Size, product
+from hostweave.types.size import product
 
 IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
     ir.AllReduce: ir.LaunchAllReduce,
@@ -47,32 +38,12 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
         return program
-    return joined([_Reducing(_ungrouped(part, options), options).program() for part in parts])
-
-
-def _ungrouped(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Replaces each group of small gathers by its members, because a kernel can do them."""
-    of = _Reducing(program, options)
-
-    def is_small(i: tree.Instruction, place: Place) -> bool:
-        return isinstance(i, ir.FromTo) and i.joins and of.most(replace(place, statement=place.number), i) > 0
-
-    groups = [(place, inner) for place in of.uses.places if place.instruction.grouped for inner in tree.bodies(place.instruction)]
-    edits = {place.number: inner for place, inner in groups if all(is_small(i, place) for i in inner)}
-    return replace(program, body=tree.edited(program.body, edits)) if edits else program
+    return joined([_Reducing(part, options).program() for part in parts])
 
 
 def _block(i: ir.FromTo) -> str:
     """The operand or the result, whichever contains a single block."""
     return i.dst if i.blocks == "src" else i.src
-
-
-class _Small(NamedTuple):
-    """A collective that a kernel does if each rank sends at most `most` elements to each other rank."""
-
-    place: Place
-    i: ir.FromTo
-    most: int
 
 
 class _Reducing:
@@ -83,16 +54,13 @@ class _Reducing:
 
     def program(self) -> ir.HostProgram:
         reduces = [(place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.FromTo) and type(i) in IN_KERNELS]
-        found = [_Small(place, i, most) for place, i in reduces if (most := self.most(place, i))]
+        found = [(place, i, most) for place, i in reduces if (most := self.most(place, i))]
         if not found:
             return self.given
         alone = {place.number: self.alone(i) for place, i, _ in found}
         links = Links(replace(self.given, body=tree.edited(self.given.body, alone), kernels=tuple(self.kernels.values())))
         edits: dict[int, tree.Instruction | tree.Body] = {}
-        for small in found:
-            place, i, _ = small
-            if place.number in edits:  # an earlier kernel does this gather too
-                continue
+        for place, i, most in found:
             launch, end = alone[place.number], place
             merged = links.union(links.uses.places[place.number])
             for one in merged if isinstance(merged, list) else ():  # there is at most one
@@ -103,9 +71,8 @@ class _Reducing:
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
             # a result must not share memory with the term, because other threads may still send parts of the term
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
-                more, moved = self.more_gathers(small, end, [other for other in found if other.place.number not in edits])
-                edits |= {one.number: () for one in (place, *(other.place for other in more), *moved)}
-                edits[end.number] = (*(one.instruction for one in moved), self.chosen(small, launch, end, more))
+                edits[place.number] = ()
+                edits[end.number] = self.chosen(place, i, launch, end, most)
         body = tree.eliminate_dead_code(tree.edited(self.given.body, edits))
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
@@ -145,59 +112,14 @@ class _Reducing:
         self.kernels[name] = replace(kernel, name=name)
         return replace(launch, kernel=name)
 
-    def more_gathers(self, small: _Small, end: Place, found: list[_Small]) -> tuple[list[_Small], list[Place]]:
-        """Gathers that the kernel of another gather, launched at `end`, can do too. Also returns allocations and views that must move to
-        the launch."""
-        gathers, moved = list[_Small](), list[Place]()
-        for other in found if small.i.joins else ():
-            place, i, _ = other
-            if place.number <= end.number or place.body is not end.body or len(gathers) == ir.MORE_GATHERS:
-                continue
-            needs = [one for one in self.defined_after(end, i) if one not in moved]
-            can_move = all(one.body is end.body and not [*tree.indices_in(one.instruction)] for one in needs)
-            is_like = i.joins and i.channel == small.i.channel and self.size(i).factors == self.size(small.i).factors
-            is_free = not self.uses.conflict((small.i, *end.body[end.index : place.index]), (i,))
-            if can_move and is_like and is_free and self.limit([small, *gathers, other]):
-                gathers.append(other)
-                moved += needs
-        return gathers, moved
-
-    def defined_after(self, end: Place, i: tree.Instruction) -> list[Place]:
-        """Allocations and views of the buffers of an instruction that come after `end`, in program order."""
-        found, names = dict[int, Place](), [*tree.names(i, "read", "write")]
-        while names:
-            name = names.pop()
-            place = self.uses.views.get(name) or self.uses.allocates.get(name)
-            if place and place.number > end.number:
-                found[place.number] = place
-                names += tree.names(place.instruction, "alias")
-        return [place for _, place in sorted(found.items())]
-
-    def size(self, i: ir.FromTo) -> Size:
-        """Number of elements of a block."""
-        return product(self.uses.types[_block(i)].shape)
-
-    def limit(self, members: list[_Small]) -> int:
-        """Largest value of the symbol in the sizes of blocks for which one kernel does these collectives. If the sizes are ints, 0 means
-        that no kernel does all of them."""
-        limit = min(one.most // self.size(one.i).coefficient for one in members)
-        sent = sum(self.size(one.i).coefficient * self.uses.types[one.i.src].dtype.itemsize for one in members)
-        room = ir.BLOCK_BYTES // self.given.channel(members[0].i.channel).size - 16 * len(members)  # blocks begin at multiples of 16
-        return limit if len(members) == 1 else min(limit, room // sent)
-
-    def chosen(self, small: _Small, launch: ir.Launch, end: Place, more: list[_Small]) -> tree.Instruction:
-        """Returns the launch or, if the size of a block is symbolic, a condition that chooses between the launch and the collective."""
-        place, i, _ = small
-        few: tree.Instruction = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
-        many: tree.Instruction = i
-        if more:
-            few, many = (ir.Group((*(other.i for other in more), one), location=i.location) for one in (few, i))
-        size = self.size(i)
+    def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
+        few = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
+        size = product(self.uses.types[_block(i)].shape)
         if size.is_int:
             return few
         (name,) = (factor for factor in size.factors if isinstance(factor, str))
-        condition = Binary("<=", Symbol(name), Const(self.limit([small, *more])))
-        return ir.If(condition, (few,), (many,) if end is place else (many, end.instruction), location=i.location)
+        condition = Binary("<=", Symbol(name), Const(most // size.coefficient))
+        return ir.If(condition, (few,), (i,) if end is place else (i, end.instruction), location=i.location)
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
