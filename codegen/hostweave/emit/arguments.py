@@ -162,10 +162,10 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields C++ calls that check sizes at run time: differences must not be negative, reduced dims not empty, and sharded sums must
-    divide.
+    """Yields C++ calls that check sizes at run time: differences must not be negative, reduced dims must not be empty, and a sum of sizes
+    must be a multiple of the divisor that the program needs.
 
-    Sizes that are constants of the program need no check.
+    A difference of constants of the program needs no check.
     """
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:

@@ -73,7 +73,7 @@ class CFunction:
 
 
 def accumulator_type(dtype: DType) -> str:
-    """C++ type of a reduction's accumulator. It is wide enough that only the final result is rounded or wraps around."""
+    """C++ type of a reduction's accumulator: 64 bits for integers and bools, and the compute type for floats."""
     return {"float": compute_type(dtype), "int": "int64_t"}.get(dtype.kind, "uint64_t")
 
 

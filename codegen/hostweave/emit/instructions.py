@@ -203,8 +203,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. Tensors of a parameter group, views at offset 0 and views in `arguments` need no
-        pointer, because other expressions stand for them."""
+        """Declares a pointer at the view's offset. Declares none for a tensor of a parameter group, for a view at offset 0, and for a view
+        that only one call of a function uses: the C++ of their uses contains the address."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:

@@ -1,4 +1,4 @@
-"""Facts of a kernel that its C++ needs: names of values and sizes, buffer types, accumulators, and C++ templates of its ops."""
+"""Data of a kernel that the emission of its C++ reads: C++ names, sizes, buffer types, accumulators, and C++ templates of its ops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hostweave.kernel_ir.loops import ONE, LoopDim, Loops, merged, stored
 from hostweave.types.size import Atom, Size, product
 from hostweave.types.tensor import BufferType
 
-ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gather": "GatheredBlocks"}  # C++ type of the first input
+ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gather": "GatheredBlocks"}  # collective -> C++ type of its input
 
 
 class KernelFacts:
-    """Facts of one kernel that its C++ depends on."""
+    """C++ names, sizes and types of one kernel, and the key by which kernels that differ only in names share one definition."""
 
     printer = LoopPrinter
     own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls that the kernel begins with

@@ -137,7 +137,7 @@ class KernelEmitter(KernelFacts):
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # the identity of the dtype, because the accumulator may be wider
+            first = first.replace("64", str(8 * kind.itemsize))  # INT64_MAX becomes INT32_MAX for i32, although the accumulator has 64 bits
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

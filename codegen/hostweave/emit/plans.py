@@ -21,8 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, then the compute type TF32, or the dtype of b with
-    the scale modes. Empty if all of these have their defaults."""
+    """Constructor arguments of a matmul plan after the dtypes. The first is the cuBLASLt epilogue. The second is the compute type of a TF32
+    matmul, or the dtype of b and the scale modes of a scaled matmul. Arguments at the end are omitted if they have their defaults."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:

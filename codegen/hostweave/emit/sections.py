@@ -57,7 +57,7 @@ class Section:
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        # the transposed result is last, because a `return` stores it
+        # the transposed result is last, because the enclosing lambda returns it
         ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
@@ -161,7 +161,7 @@ class Section:
         return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text
 
     def operands(self, name: str) -> Iterator[str]:
-        """Yields the operands of a value that this scope must compute first. None exist if the value is loaded or computed elsewhere."""
+        """Yields the operands that this scope must compute before a value. Yields none if the value is loaded or computed elsewhere."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
             tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands
