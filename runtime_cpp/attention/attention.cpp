@@ -73,7 +73,7 @@ PlannedAttention::PlannedAttention(const AttentionProblem& p, const AttentionOpt
 
 void Attentions::Plans::prepare(const AttentionProblem& problem) {
   if (problem.sequences < 0)
-    throw ExecutionError("attention: the tensor of offsets is empty: pass one offset per packed sequence, and one more");
+    throw ExecutionError("attention: the tensor of offsets is empty: pass n + 1 offsets for n packed sequences");
   if (std::max(problem.q.size, problem.v.size) > kMostHead)
     throw ExecutionError("attention: heads have at most " + std::to_string(kMostHead) + " elements: use smaller heads");
   current = known.find(problem, [&] {

@@ -64,9 +64,9 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// True if cuDNN lacks the combination, so that this package's kernels are used. With a bias, cuDNN supports only the diagonal
-// from the top left. With lengths, it supports only diagonals from a corner. If the diagonal reaches the last column before the
-// last row, it supports no window and no backward pass.
+// True if this package's kernels compute a problem, because cuDNN does not support it. With a bias, cuDNN supports only the
+// diagonal from the top left. With lengths, cuDNN supports only diagonals from a corner. If the diagonal reaches the last column
+// before the last row, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -236,7 +236,7 @@ Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads
 // instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
-    int64_t first;  // first row; for a backward pass first column
+    int64_t first;  // first row of the part; first column if `add_columns` made the part
     Engine engine;
   };
   const AttentionProblem whole;

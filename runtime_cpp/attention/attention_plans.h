@@ -29,7 +29,7 @@ struct Gradients {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal, plus the length if there are lengths
+  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal, plus the length if `from_end` is set
   std::optional<Gradients> gradients;  // set for a backward pass
   Heads bias{};                        // bias of the scores; strides are 0 along broadcast dims
   int64_t sequences = 0;               // packed sequences per batch element

@@ -133,7 +133,7 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// One request in flight: data for each peer, data from each peer, and the final computation.
+// Executes one request across processes: sends to the peers, receives from them, and then reduces the received data.
 class Exchange {
  public:
   Exchange(const Request& request, std::string issued_as, int rank, int size)
@@ -159,7 +159,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // received data by rank, as if the ranks were threads
+    Match match;  // passes the received data of all ranks to Match::exchange, which reduces them
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;

@@ -31,7 +31,7 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, co
   few_rows<true, kThreads, kOfBlocks, kGroups>(p, finish, scales);
 }
 
-// Macros, because nvcc does not export template instances to the files that launch them.
+// Macros define the kernels, because nvcc does not export template instances to the files that launch them.
 #define HW_PRODUCT(name, T, Result, kTransposed, kThreads)                                                                     \
   __global__ void __launch_bounds__(kThreads, kLargeProductThreads / kThreads) name(FewRows<T, 1> p, ProductEnd<Result> end) { \
     multiply<kTransposed, kThreads>(p, end);                                                                                   \

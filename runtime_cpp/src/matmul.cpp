@@ -131,7 +131,7 @@ size_t size_of(cudaDataType_t dtype) {
   if (dtype == CUDA_R_32F) return 4;
   if (dtype == CUDA_R_16F || dtype == CUDA_R_16BF) return 2;
   if (dtype == CUDA_R_8F_E4M3 || dtype == CUDA_R_8F_E5M2) return 1;
-  throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
+  throw ExecutionError("matmul: cuBLASLt does not multiply these dtypes; cast the operands to f16, bf16, f32 or f64");
 }
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
@@ -344,7 +344,7 @@ void MatmulPlan::describe(Plan& plan) const {
   }
 
   if (epilogue_ != CUBLASLT_EPILOGUE_DEFAULT && (plan.swapped || p.batch.count > 1 || !p.outer.empty())) {
-    throw ExecutionError("matmul: only one product of whole rows can end with a bias or an activation");
+    throw ExecutionError("matmul: a bias or an activation needs one 2-D product whose result has contiguous rows");
   }
 
   const bool in_f32 = compute_ == CUBLAS_COMPUTE_32F;
@@ -386,7 +386,7 @@ void MatmulPlan::describe(Plan& plan) const {
 void MatmulPlan::describe_scales(Plan& plan) const {
   const Problem& p = plan.problem;
   if (p.batch.count > 1 || !p.outer.empty() || plan.swapped) {
-    throw ExecutionError("matmul: only one product of whole rows can have scales");
+    throw ExecutionError("matmul: scales need one 2-D product whose result has contiguous rows");
   }
   if (p.a.columns % kScaledStep != 0 || p.b.columns % kScaledStep != 0) {
     throw ExecutionError("scaled matmul: " + shape_text(p.a) + " times " + shape_text(p.b) +

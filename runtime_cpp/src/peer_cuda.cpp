@@ -190,7 +190,7 @@ struct PeerGroup::State {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
       if (in_process && segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the other's work
-        return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank as a process of its own";
+        return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank in a separate process";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to the GPU of rank " + std::to_string(peer) + " of the channel";
       close_memory(seat().card, segment->seats[peer].card, opened);

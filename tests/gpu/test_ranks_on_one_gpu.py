@@ -57,7 +57,7 @@ def compare(fusion: Fusion, group: Group) -> None:
 def test_threads() -> None:
     pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, provider = fusion_of(NAMES[0], RANKS, 3, hw.bf16), hw.Threads(RANKS)
-    with pytest.raises(ExecutionError, match="is a thread on the same GPU; run each rank as a process of its own"):
+    with pytest.raises(ExecutionError, match="is a thread on the same GPU; run each rank in a separate process"):
         provider.run(lambda rank: compare(fusion, hw.init(provider, device=0, call_timeout=15)))
 
 

@@ -17,7 +17,7 @@ enum hw_cpu_mode {
 };
 
 enum hw_cpu_picker {
-  HW_CPU_MIXED = 0,    // one of the others, chosen by the seed; mostly PCT
+  HW_CPU_MIXED = 0,    // the seed chooses one of the pickers below, mostly PCT
   HW_CPU_UNIFORM = 1,  // uniformly random candidate
   HW_CPU_PCT = 2,      // random priorities that change at a few random moments (Burckhardt et al., 2010)
   HW_CPU_HOSTS = 3     // rank threads before streams, so that every op runs as late as possible

@@ -122,7 +122,7 @@ __device__ void fill_between_groups(const GroupedProblem& p, int thread, int thr
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
     const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};
-    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // an empty group ends no gap
+    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // no gap ends at an empty group
     int64_t end = begin < 0 ? 0 : own.end;
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(~0u, end, distance);
