@@ -88,7 +88,7 @@ cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   return answer(locked.lock, event->record);
 }
 
-// Returns a function that waits for an op, if there is one.
+// Returns a function that waits for an op, or does nothing for a null op. `what` names the wait in reports.
 auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }

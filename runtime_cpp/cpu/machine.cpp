@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // a thread could not start: the others must end before they are destroyed
+  } catch (const std::system_error&) {  // a worker could not start: the other workers must end before they are destroyed
     stop_workers();
     throw;
   }

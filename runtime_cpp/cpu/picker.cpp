@@ -26,7 +26,7 @@ Picker::Kind choose(int kind, std::uint64_t seed) {
 }  // namespace
 
 Picker::Picker(std::uint64_t seed, int kind) : random_(mix(seed)), mixed_(mix(~seed)), kind_(choose(kind, seed)) {
-  // The fitting rate of priority changes depends on the number of steps, which is unknown here. Each seed uses one of four rates.
+  // The best rate of priority changes depends on the number of steps, which is unknown here. Each seed uses one of four rates.
   constexpr std::array<std::uint64_t, 4> rates = {0, 256, 64, 16};
   change_every_ = rates[draw(rates.size())];
 }

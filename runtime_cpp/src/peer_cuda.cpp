@@ -46,7 +46,7 @@ struct Segment {
     std::atomic<uint32_t> taken;
     MemoryCard card;
     size_t bytes;
-    char why[256];  // reason why this rank cannot access the others
+    char why[256];  // reason why this rank cannot access the other ranks' memory
   } seats[kRanks];
   std::atomic<uint32_t> unmapped[kMappings];  // number of ranks that have unmapped each mapping
   // Signal words, by sender, receiver and signal number. A smaller group uses only the first words.

@@ -168,8 +168,8 @@ class LoopPrinter:
 
     @property
     def varied(self) -> dict[str, str]:
-        """Template parameters of the lambda `compute`, whose calls are the variants. Each is mapped to the function parameter from which it
-        is deduced."""
+        """Maps each template parameter of the generated lambda `compute` to the function parameter from which C++ deduces it. A variant of
+        the kernel is one call of `compute`."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.ir.width > 1 else {}

@@ -58,7 +58,8 @@ class Products:
 
 
 def _result(name: str, uses: DefUse) -> str:
-    """The alias root of a result, or its view with a constant index. If a condition selects one of two buffers, the root of the second."""
+    """Name of a result in the name of a plan: a view with a constant index, or else the buffer that the result aliases. Follows the second
+    buffer if a condition selects one of two."""
     while (place := uses.views.get(name)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
         *_, name = tree.names(place.instruction, "alias")
     return uses.root(name) if name not in uses.views else name

@@ -51,7 +51,7 @@ int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
 int hw_cpu_barrier(int participants);
-// Lets others run; for loops that poll a condition unknown to the device.
+// Lets other threads and streams run; for loops that poll a condition unknown to the device.
 int hw_cpu_pause(void);
 // Reports a failure outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);

@@ -44,7 +44,7 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     release();
   } catch (const std::exception&) {
-    // Nothing can be done about a failed release, and others wait for the devices.
+    // Nothing can be done about a failed release, and other parties wait for the devices.
   }
   is_freeing = false;
   lock.lock();

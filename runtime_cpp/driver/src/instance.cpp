@@ -254,7 +254,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // this rank still holds the lease: the other ranks stop before they continue
+  } catch (const std::exception& error) {  // stops the other ranks while this rank still holds the lease
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

@@ -64,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError if neither cuDNN nor the kernels support the problem. Also throws it if some row attends to no column,
-  // unless there are lengths or the option `blind_zeros` is set.
+  // Throws ExecutionError if neither cuDNN nor the kernels support the problem. Throws ExecutionError if some row attends to no
+  // column, unless there are lengths or the option `blind_zeros` is set.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

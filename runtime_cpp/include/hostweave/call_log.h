@@ -43,8 +43,8 @@ class CallLog {
   // States that the call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // RAII: the current thread adds lines to the call that has begun. If there is none, it adds them to the ops of a capture. A
-  // capture has milestones if `is_marked`, which is the result of `prepare_capture`.
+  // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
+  // capture. A capture has milestones if `is_marked`, which is the result of `prepare_capture`.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);

@@ -92,7 +92,7 @@ inline Communicator::operator ncclComm_t() const {
   return channel_.handle();
 }
 
-// NCCL's functions of the same names. They also add the peer to the call log.
+// Overloads of NCCL's functions that also add the channel and the peer to the call log.
 inline ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, const Communicator& comm,
                              cudaStream_t stream) {
   if (CallLog* const log = CallLog::current()) log->with_peer(peer);

@@ -66,7 +66,7 @@ struct Team {
   __device__ static bool is_grid() { return gridDim.y > 1; }
   __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
   __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
-  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter; the other bits are then as before.
+  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter, and restores its other bits.
   __device__ static void meet() {
     if (!is_grid()) return Cluster::meet();
     unsigned* const arrived = counter();

@@ -195,14 +195,14 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// Each of several warps counts the elements of a part of the hw::Lane. Elements of one group keep their order.
+// The hw::Lane has one part per warp. A warp counts the elements of each group in its part. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
   if constexpr (kMost == 0) {
     if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
   } else {
-    __shared__ int counts[kMost][kGroups];  // number of elements of a group in a part; later the position of the next one
+    __shared__ int counts[kMost][kGroups];  // number of elements of a group in a part; later the position of the next element
     const GroupOrder<U> order{y, kGroups, x.length};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
               parts = warps < kMost ? warps : kMost;

@@ -44,7 +44,7 @@ constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are cover
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
-constexpr int64_t kOrderedByAll = 65536;  // the grid sorts rows one by one if they have this many elements per row
+constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts each row if n is at least this number times the number of rows
 
 // Number of multiprocessors. A process uses GPUs of one kind.
 inline int64_t multiprocessors() {

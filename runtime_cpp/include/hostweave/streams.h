@@ -20,7 +20,7 @@ class EventOfCall {
   cudaEvent_t event_;
 };
 
-// CUDA's functions of the same names. They also add the event to the call log.
+// Overloads of CUDA's functions that also add the event to the call log.
 using ::cudaEventRecord;
 using ::cudaStreamWaitEvent;
 inline cudaError_t cudaEventRecord(EventOfCall event, cudaStream_t stream) {
@@ -67,8 +67,9 @@ class Events {
 // Runs calls that use the same memory or signals one after another, also on different streams.
 class CallOrder {
  public:
-  // Enclose the work of a call: `caller` waits for the previous call, and records the end of this one. In a capture, both become
-  // nodes of the graph, so that its launches are ordered with calls. In a capture under OfKernels, both do nothing.
+  // Enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and `end_call` records the end of this call.
+  // In a capture, the wait and the record become nodes of the graph, so that its launches are ordered with calls. While an
+  // OfKernels exists, a capture gets no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.

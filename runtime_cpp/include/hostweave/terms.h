@@ -1,7 +1,7 @@
 // All-reduce, reduce-scatter and all-gather inside the kernel that uses the result. To a kernel the result is an array, accessed
 // by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
 //
-// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the others in packets of four bytes of data and the
+// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the peers in packets of four bytes of data and the
 // number of the exchange. A reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). The
 // other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
 // exchange.

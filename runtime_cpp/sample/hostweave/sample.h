@@ -27,7 +27,7 @@ struct Setting {
 // unknown arguments.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Runs `rank` for each rank in its own thread. Exits if one throws, because the others would wait for it.
+// Runs `rank` for each rank in its own thread. Exits the process if a rank throws, because the other ranks would wait for it.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
 // A dim of a global tensor. A rank holds one of `shards` shards. In zigzag, rank r holds two of 2 * shards pieces: piece r from

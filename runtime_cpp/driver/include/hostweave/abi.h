@@ -103,7 +103,7 @@ Named named(const Tensor* tensors) {
   return result;
 }
 
-// Number and dtypes of the tensors of such a struct.
+// Number and dtypes of the tensors of an Inputs or Outputs struct.
 template <class Named>
 constexpr Arguments arguments_of() {
   if constexpr (std::is_empty_v<Named>) return {0, [](Tensor*) {}};

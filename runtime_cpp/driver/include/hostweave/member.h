@@ -61,8 +61,8 @@ class Member {
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels, by the axes of their process groups. Throws ArgumentError if one is
-  // missing, or if the index of this rank in a communicator differs from its index in the mesh.
+  // Uses communicators of the application as channels. The keys are the axes of their process groups. Throws ArgumentError if a
+  // communicator is missing, or if this rank's index in a communicator differs from its index in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
