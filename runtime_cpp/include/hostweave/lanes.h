@@ -195,7 +195,7 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// The hw::Lane has one part per warp. A warp counts the elements of each group in its part. Elements of one group keep their order.
+// Each warp counts the elements of each group in one part of the hw::Lane. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
