@@ -34,7 +34,7 @@ def is_of_package(frame: FrameType) -> bool:
 
 @dataclass(frozen=True)
 class Location:
-    """A position in the user's source, with the text of that line if it can be read."""
+    """A line of the user's source, with its text if the file can be read."""
 
     file: str
     line: int
@@ -64,7 +64,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line in errors. Needed to trace a recorded graph: the code that made it is not on the stack."""
+    """Makes `location` the user's line in errors. Needed to trace a recorded graph: the code that recorded it is not on the stack."""
     token = _stated.set(location)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Makes fork safe: in the child, locks are free although a thread of the parent held them, and no module is half imported."""
+"""Makes os.fork safe: in the child, all locks are free, even if a thread of the parent held them, and no module is half imported."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, so that no fork waits while it registers fork handlers
 import os
@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; an import may itself wait for a module that the forking thread imports
+_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for an import; without a limit, both deadlock if the import waits for the forking thread
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
 # Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open for

@@ -1,7 +1,7 @@
 """Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. Therefore
-another thread does the work, and the main thread only waits. The work stops where it calls `expect_not_interrupted`.
+another thread does the work, and the main thread only waits. Interrupted work stops at its next call of `expect_not_interrupted`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Task(Generic[T]):
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Requests that the work stops, and waits for its end. A second interrupt ends this wait."""
+        """Requests that the work stops, and waits up to 15 seconds for its end. A second Ctrl-C ends this wait."""
         self.reason = reason
         if self._started.acquire(blocking=False):
             return

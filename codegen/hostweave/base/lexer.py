@@ -10,7 +10,7 @@ from hostweave.base.errors import ParseError
 
 T = TypeVar("T")
 
-MAX_DEPTH = 64  # deepest nesting of bodies and parentheses, because walkers recurse into each
+MAX_DEPTH = 64  # deepest nesting of bodies and parentheses, because parsers and passes recurse at each level
 MAX_INT = 2**63 - 1  # largest size: C++ keeps sizes in int64_t
 
 _TOKEN = re.compile(

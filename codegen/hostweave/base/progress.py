@@ -37,7 +37,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of the block on a terminal, under the name `what`. Steps of nested blocks count as steps of the outermost one."""
+    """Shows the progress of a `with` block on a terminal, under the name `what`. Steps of nested blocks count for the outermost block."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:

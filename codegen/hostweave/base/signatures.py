@@ -1,4 +1,4 @@
-"""Errors for calls whose arguments do not fit a function: location, reason, and the likely intention."""
+"""Error messages for calls whose arguments do not fit the function's parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_CHARACTERS = 120  # longest usage of a function in a message, in characters
+MAX_CHARACTERS = 120  # longest call pattern, such as `matmul(a, b)`, that a message shows
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
