@@ -14,14 +14,14 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of local size `size`, split into `blocks` blocks, as `blocks` ranks would split a dim of this size. Text: `4 of M`."""
+    """A local dim of size `size`, cut at the indices where `blocks` ranks would cut the global dim. Text: `4 of M`."""
 
     blocks: int
     size: Size
 
     @property
     def local(self) -> LocalSize | None:
-        """The local size, if the offset of the shard in the global dim depends on the rank. None otherwise."""
+        """`size` if it is a `local(M, x)`, which depends on the rank. None otherwise."""
         return self.size.factor if isinstance(self.size.factor, LocalSize) else None
 
     @property
@@ -52,7 +52,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """True if the blocks are consecutive in the tensor's memory, because only the first dim longer than 1 is cut."""
+    """True if only the first dim longer than 1 is cut. The blocks are then consecutive in the tensor's memory."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -78,9 +78,9 @@ class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. Every receiver gets each of its blocks exactly once.
 
     Senders cut each dim of their local tensor into `sent` blocks, and receivers into `received` blocks, both in row-major order. If a
-    receiver already holds a block, the block's route begins and ends at that rank. Otherwise, if several ranks hold the block, receivers
-    are assigned to them round robin. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends, and
-    may be empty.
+    receiver already holds a block, the block's route begins and ends at that rank. Otherwise, if several ranks hold the block, they serve
+    receivers round robin. If shards of a dim may be uneven, blocks end wherever a shard of the source or of the target ends, and may be
+    empty.
     """
 
     sent: tuple[int, ...]
@@ -105,12 +105,12 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """True if some rank sends its whole local tensor to several others. A broadcast then sends the tensor only once."""
+        """True if some rank sends its whole local tensor to several other ranks. A broadcast then sends the tensor only once."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
     def distance(self, senders: int) -> int | None:
-        """Receiver minus sender, if this is equal for all routes and each of `senders` ranks sends one block. None otherwise."""
+        """Receiver minus sender, if all routes have the same difference and each of `senders` ranks sends one block. None otherwise."""
         far = {route.receiver - route.sender for route in self.routes}
         one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
         return far.pop() if len(far) == 1 and one_each else None
@@ -154,7 +154,7 @@ class SharedDim:
 
     @property
     def ranks(self) -> int:
-        """Least common multiple of the two shard counts. With so many equal blocks, each shard consists of whole blocks."""
+        """Least common multiple of the two shard counts. If the dim is cut into this many equal blocks, each shard has whole blocks."""
         return lcm(self.source_shards, self.target_shards)
 
     @property

@@ -84,12 +84,12 @@ class Machine:
     launch: float  # seconds that launching an empty kernel takes
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
-    unaligned: float = 6.0  # how many times longer a 16-bit matmul takes if rows are no multiples of 16 bytes
+    unaligned: float = 6.0  # how many times longer a 16-bit matmul takes if the bytes of a row are no multiple of 16
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of a GPU without measured figures; the figures of another GPU are used for it
+    stands_for: str = ""  # name of the GPU that is used, if these are the figures of another GPU
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
         """Number of hosts that these ranks of the program run on."""

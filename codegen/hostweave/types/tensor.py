@@ -224,7 +224,8 @@ class TensorType:
     def check(self, location: Location | None, mesh: Mesh | None = None) -> None:
         """Checks the type.
 
-        Raises ProgramError if a mesh axis splits two dims or is not in the mesh, or if there are more than MAX_DIMS dims.
+        Raises ProgramError if a mesh axis or rank is not in the mesh, or if an axis splits two dims. Also raises it for too many elements
+        or dims, and for a zigzag dim that cannot be cut into equal pieces.
         """
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
@@ -406,7 +407,7 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every name in the types of the inputs.
 
-    Sizes named in `uneven` need not divide evenly. If `uneven` is None, no size needs to.
+    Sizes named in `uneven` need not divide evenly. If `uneven` is None, only zigzag dims must divide evenly.
 
     Raises ArgumentError if a shape does not fit its type, a name has two sizes, or ranks cannot split a dim evenly.
     """

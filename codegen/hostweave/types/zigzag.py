@@ -31,8 +31,8 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. If `axes` is a Zigzag and all axes are kept, the result is a Zigzag. With `ranks_stay`, the dropped axes have size 1,
-    and the result is a Zigzag if any axis is kept."""
+    """Filters axes. If `axes` is a Zigzag and all axes are kept, the result is a Zigzag. `ranks_stay` states that the dropped axes have
+    size 1. The result is then a Zigzag if any axis is kept."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
