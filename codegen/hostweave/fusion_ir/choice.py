@@ -33,7 +33,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice for the reshard that produces `value`. The first of `alternatives` is the chosen one; the others follow in order of time."""
+    """Choice for the reshard that produces `value`. The first alternative is chosen. The other alternatives follow in order of time."""
 
     value: str
     function: str

@@ -116,8 +116,8 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
-    An operand is the name of a value, or a number in the dtype of the tensor operands. A call has a callee, and a user kernel has its
-    source. Ops are equal if their texts are equal, because Python's comparison of numbers is too coarse: 0.0 == -0.0, and 1 == True.
+    An operand is the name of a value, or a number in the dtype of the tensor operands. A call has a `callee`, and a launch of a user kernel
+    a `user_kernel`. Operands and attributes are compared as text, because Python's comparison is too coarse: 0.0 == -0.0, and 1 == True.
     """
 
     kind: str
@@ -206,7 +206,7 @@ class Fusion:
     """A program, or a function that is called: inputs, ops and chunk loops in order, and names of the results.
 
     `donated` is empty, or has one entry per result: the input whose memory the result reuses, or "". `returned` is empty, or has one entry
-    per result: the parameter group that it forms, or None. `choices` are the compiler's choices for reshards next to matmuls.
+    per result: the parameter group that the result forms, or None. `choices` are the compiler's choices for reshards next to matmuls.
     """
 
     name: str

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Results for global arguments. Each tensor of a parameter group is a separate argument.
+    """Computes the results for global arguments. Each tensor of a parameter group is a separate argument.
 
     Computes floats in float64, and rounds only where the program casts. Integers and bools keep their dtype.
 
@@ -94,8 +94,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat. For each result of the function: the value of the last call if the result is carried, otherwise a stack of the
-    values of all calls. Then such stacks for the carried operands and the carried results, with None for the others."""
+    """Results of a repeat. First, for each result of the function: the value of the last call if the result is carried, otherwise a stack
+    of the values of all calls. Then, for each operand and each result: a stack if it is carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

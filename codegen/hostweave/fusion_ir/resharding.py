@@ -138,7 +138,8 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another that move the fewest bytes. Empty if the layouts are equal.
 
-    `sizes` gives values of symbols. Among equal plans, prefers fewer steps, then kinds that are earlier in RESHARD_STEPS, then lower dims.
+    `sizes` gives values of symbols. If several plans move as few bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then
+    lower dims.
 
     Raises ProgramError if no sequence of steps exists.
     """

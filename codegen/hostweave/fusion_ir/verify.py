@@ -1,4 +1,4 @@
-"""Verifier of fusions: infers every type again and compares it with the stated one. Runs before the first pass and after each pass."""
+"""Verifier of fusions: infers every type, and compares it with the type in the fusion. Runs before the first pass and after each pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -180,7 +180,7 @@ def attention_backward(
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. One kernel
-    call computes the gradients of query, key and value together. It computes the gradient of the bias only if this is used.
+    call computes the gradients of query, key and value together. It computes the bias gradient only if the program uses it.
 
     Raises ProgramError if shapes or dtypes do not fit.
 

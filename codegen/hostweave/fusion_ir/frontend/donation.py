@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from na
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard to the
-    input's sharding replaces such an output.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Reshards each such output to
+    the input's sharding, in the list `outputs`.
 
     The output must have the input's dtype and shape, and must not reuse another input. Unless `donate` gives the index of the output, the
     output must be computed from the input. If no output has that shape, an output with the same dims in another order qualifies.

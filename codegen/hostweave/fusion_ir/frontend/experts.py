@@ -106,8 +106,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
     of each index.
 
-    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If there are fewer repetitions, the last index
-    fills the rest. Repetitions beyond `total` are cut off.
+    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If the sum of `repeats` is less than `total`,
+    the last index fills the rest. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
@@ -159,9 +159,9 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     The mesh axes `axes` have R ranks, which split tokens and E experts: rank r has the experts from r * E/R to (r + 1) * E/R - 1. All ranks
     gather `experts`, and each finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default that is all choices of its tokens, so no choice is dropped. With a
-    smaller capacity, a rank drops choices of its highest-numbered experts first, and of these the choices of the last tokens. The device
-    computes all counts; the host never reads them.
+    A rank sends at most `capacity` choices to each rank. The default is the number of all its choices, so no choice is dropped. With a
+    smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last tokens first. The
+    device computes all counts; the host never reads them.
 
     Raises ProgramError if R does not divide the number of experts, or the number of tokens of a routing with a capacity, or if the mesh
     has no such axis.
@@ -266,8 +266,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1. As in the
-    example, pass the dot product of each row with the same row of the dispatched gradient.
+    This function moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, H = 1 is enough: pass the
+    dot product of each row with the same row of the dispatched gradient, as in the example.
 
     Raises ProgramError for other shapes.
 

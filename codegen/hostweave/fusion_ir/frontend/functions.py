@@ -326,7 +326,7 @@ def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """Broadcasts x to the given dims, aligned from the right. Dims of one element and missing dims are repeated.
 
-    The op is part of a kernel that reads the result, if there is one. Otherwise a kernel copies the elements.
+    If a kernel reads the result, the op is part of that kernel. Otherwise a separate kernel copies the elements.
 
     Raises ProgramError if x does not broadcast to the dims.
 

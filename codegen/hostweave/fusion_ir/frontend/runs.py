@@ -1,4 +1,7 @@
-"""Finds runs of calls that can become one repeat, and the inputs and outputs that then form parameter groups. See `repeats`."""
+"""Finds runs of calls that can become one repeat, and the inputs and outputs that then form parameter groups. See `repeats`.
+
+A stack is a tensor whose first dim has the calls of a repeat: a result of all calls, or the values of one operand.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class Runs:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # shorter runs too: a model may return the carried values of all layers except the last
+                # also tries shorter runs, because a model may return the carried values of all layers except the last
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
@@ -129,8 +132,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """The roles that each operand can have in two calls, as a tuple: its roles if its two values can be in one group or stack, its
-        roles if they cannot, and the two values."""
+        """For each operand of two calls: its possible roles if a group or stack can have both values, its possible roles otherwise, and the
+        two values. The role `in turn` means that each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -170,7 +173,7 @@ class Runs:
             run.each = {at: column for at, column in run.each.items() if at not in late}
             if len(run.lagged) == len(late):
                 return run
-        if not self.stacks:  # later attempts have fewer groups, and these calls cannot repeat there either
+        if not self.stacks:  # later attempts have fewer groups, so these calls cannot form a repeat then either
             self.unfit.add(run.key)
         return None
 
@@ -248,8 +251,8 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Columns that are interleaved from index `begin` on. At least one is in `wanted`, and each other column is in `wanted`, or can be
-        a group and has no name in `used`. None if there are no such columns."""
+        """Columns that are interleaved from index `begin` on, or None. Each column is in `wanted`, or can be a group that has no name in
+        `used`. At least one column is in `wanted`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -265,7 +268,8 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Columns of results that the program returns. Values: the run, the result's index, and the type of a reshard after it or None."""
+        """Maps each column of results that the program returns to its run, the result's index, and the type of a following reshard, or
+        None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):

@@ -111,7 +111,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """Lines of a source, and the location of the first line. For a text, this is where the user's file contains it, or the call."""
+    """Lines of a source, and the location of the first line. The location of a text is its line in the user's file, or the call's line."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

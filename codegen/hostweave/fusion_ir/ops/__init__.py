@@ -71,7 +71,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of an op's result. Reshards to another mesh and functions state it. Other results are on the mesh of the operands."""
+    """Mesh of an op's result. Reshards to another mesh state the mesh, and so do functions. Other results are on the operands' mesh."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:

@@ -38,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Entries of `operands` for the op's lengths, bias and offsets, keyed by these words. `operands` has an entry per operand."""
+    """Entries of `operands` for the op's lengths, bias and offsets, keyed by these words. `operands` has one entry per operand."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 

@@ -46,7 +46,7 @@ def lagged_by(op: Op) -> dict[int, int]:
 def result_type(op: Op, index: int) -> TensorType:
     """Type of the result at `index` of a call or a repeat.
 
-    A repeat has more results than the function: first a stack for each operand, then a stack for each result. A stack has the values of all
+    After the results of the function, a repeat has a stack for each operand, then a stack for each result. A stack has the values of all
     calls.
     """
     assert op.callee is not None

@@ -27,8 +27,8 @@ class Mismatch(Exception):
 class Combine:
     """Combining function of a reduction in C++: a functor, and the equivalent operator `sign` if there is one.
 
-    `total` is the name of the accumulator, and `starts` its initial values for floats, ints and uints. If `identity` is False, no value can
-    stand for the result over no elements, so the reduction needs at least one element.
+    `total` is the name of the accumulator, and `starts` its initial values for floats, ints and uints. If `identity` is False, the
+    reduction has no identity element, and must reduce at least one element.
     """
 
     total: str
@@ -93,7 +93,7 @@ class OpDef:
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
     is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
-    makes: str = ""  # word in the name of a result that only moves elements: "transposed", as in `x_transposed`
+    makes: str = ""  # for an op that only moves elements, word in the name of its result: "transposed", as in `x_transposed`
     written: str = ""  # Python operator: `a + b`
     is_public: bool = False  # the public function of this op is generated from this entry
 

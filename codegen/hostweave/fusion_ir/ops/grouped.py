@@ -2,7 +2,7 @@
 
 All operands may have a leading batch dim: each batch has separate groups and matrices. The rows may be common to all batches.
 
-Group e consists of rows `starts[e]` to `ends[e]` - 1. Row numbers that the operands do not have are ignored. Groups do not overlap. If the
+Group e consists of rows `starts[e]` to `ends[e]` - 1. Rows of a group that the operands lack are ignored. Groups do not overlap. If the
 rows are sharded, a rank holds a part of each group. If the groups are sharded, a rank holds some of the groups.
 """
 
