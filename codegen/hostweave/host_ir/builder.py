@@ -46,7 +46,7 @@ class Builder:
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
         self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
-        self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop of several meshes
+        self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop that several meshes execute
         # copies that follow the asynchronous communication that is being emitted; the next communication need not wait for them
         self.aside: list[tree.Instruction] | None = None
         # sums of terms that the asynchronous communication delivers; if emitted later, they can fuse with the kernel that reads them
@@ -175,7 +175,7 @@ class Builder:
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of the channel of the current mesh along `axes`, whose transport supports the instructions `needs`. Adds it if necessary."""
+        """Name of a channel of the current mesh along `axes` that supports the instructions `needs`. Adds the channel if there is none."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property

@@ -65,7 +65,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`: the last program is the main program, and the others become its functions.
+    """Inverse of `bodies`: the last program is the main program, and the earlier programs become its functions.
 
     Equal kernels are merged. Other kernels and events with equal names are renamed. Each stream pool gets the largest size that a part
     needs.

@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """`left op right`, folded if both sides are constants or one side is neutral."""
+    """Builds `left op right`. Folds constants, and simple identities such as x * 1 and x + 0."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):

@@ -62,7 +62,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields each reduction that needs elements, such as max, and a global size that it reduces and that must not be 0."""
+    """Yields a pair for each size that must not be 0: the name of a reduction without an identity, such as max, and the global size."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,7 +74,7 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of indices of the source before a partial view, and number after it. Empty if these depend on more than sizes."""
+    """Number of indices of the source before a partial view, and number after it. Empty if these depend on the rank or a loop index."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
@@ -85,7 +85,7 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
 
 
 def _size_of(expr: Expr) -> Size | None:
-    """The size that an expression computes. None if it depends on more than sizes."""
+    """The size that an expression computes. None if the value depends on the rank or a loop index."""
     match expr:
         case Const(value):
             return Size(value)

@@ -345,7 +345,7 @@ def unless_same(body: Body, result: list[Instruction]) -> Body:
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
-    """Removes unused definitions in fields with these roles. Repeats this until all remaining ones are used."""
+    """Removes definitions in fields with these roles that no instruction uses, until all remaining definitions are used."""
     while True:
         used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
         if "index" in roles:

@@ -65,7 +65,7 @@ class PointToPoint(Communication):
 
 
 class Routed(PointToPoint):
-    """Sends or receives blocks by routes, posted as a group. `count` is the number of equal blocks, or the cuts of a packed tensor."""
+    """Sends or receives blocks by routes, as one group. `count` is the number of equal blocks, or the cuts of a packed tensor."""
 
     count: int | Cuts
     routes: Routes
@@ -99,7 +99,7 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input, for which the kernels of the ranks exchange terms or blocks.
+    """Launches a kernel that begins with a collective of its first input. The kernels of all ranks exchange the terms or blocks.
 
     Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the
     collective's result: this rank's block of a reduce_scatter, or the blocks of all ranks. Blocks are equal and consecutive.

@@ -73,8 +73,8 @@ class Matmul(Compute):
 class Grouped(Compute):
     """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
-    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of the operands' first row; rows that the
-    operands do not have are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and
+    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of the operands' first row. Rows of a
+    group that the operands lack are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32; dst may be f32. In x and
     dst, the elements of a row must be contiguous.
     """
 
@@ -159,9 +159,9 @@ class Attention(_Masked):
 
     `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. In all other buffers, the elements of a row must be contiguous.
 
-    Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees none has result 0, and
-    an lse below -1e30. `kernels` names the library of this package's CUDA kernels, such as `bf16_64` for heads of up to 64 elements. f32
-    always needs it. f16 and bf16 need it in cases that cuDNN does not support.
+    Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees no column has result 0,
+    and an lse below -1e30. `kernels` names a library of CUDA kernels of this package, such as `bf16_64` for heads of up to 64 elements. f32
+    always needs this library. f16 and bf16 need it in cases that cuDNN does not support.
     """
 
     q: Read

@@ -1,6 +1,6 @@
 """Instructions that only inlined programs have: views of donated arguments with their contents before and after a call.
 
-Only the check uses them; text and emission do not.
+Only the check creates and reads these instructions. The parser and the emitter do not know them.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read by this
-    name."""
+    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read through
+    this view."""
 
     syntax = "%{out} = as_given %{src}"
 

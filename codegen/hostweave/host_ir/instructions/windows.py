@@ -66,7 +66,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """Makes the current stream wait for the peer's next signal with this number. Afterwards the buffer may be used."""
+    """Makes the current stream wait for the peer's next signal with this number. Work after the wait may access the buffer."""
 
     signal: int
     peer: Expr

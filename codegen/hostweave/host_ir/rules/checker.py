@@ -286,7 +286,7 @@ class Checker:
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """A symbol in a size that no input or output determines. None if there is none."""
+        """First symbol of a size that is in no input or output, or None. Also checks the meshes and axes of local sizes."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:
@@ -317,7 +317,7 @@ class Checker:
         of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # then it has to be an axis of the program's mesh
+            if axis not in of_parts:  # only axes of the program's mesh remain
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

@@ -72,7 +72,7 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks that src and dst have equal sizes. Shards of equal dims are equal if equally many ranks split the dims, along any axes."""
+    """Checks that src and dst have equal sizes. Shards of two equal dims are equal if equally many ranks split them, along any axes."""
     dst_elements, src_elements = (c.with_equal_shards(product(c.types[name].shape)) for name in (i.dst, i.src))
     if dst_elements != src_elements:
         c.counts(i.src, i.dst, 1)

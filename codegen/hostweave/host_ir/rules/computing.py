@@ -50,7 +50,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # number of f32 scales to which each row of scales of 128 x 128 blocks is padded
+PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of this number of scales
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
