@@ -54,7 +54,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
 def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Strides of the loop indices in each access: in inputs, results, and values of indices."""
+    """Stride of each loop index in each access: in inputs, in results, and in indices that ops compute."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (access, buffer) in zip(named, memory.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision, which its text shows.
+"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision. The text shows all decisions:
 
 loops @normed {
   keep i in M
@@ -32,8 +32,8 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. An element is one of the result. A lane is a row that an op such as argsort needs as
-# a whole.
+# Distributions of the iterations over threads. "Element" means an element of the result. A lane is a row that an op such as argsort
+# needs as a whole.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -64,7 +64,7 @@ class LoopDim:
     size: Size
     strides: tuple[Size, ...]
     position: int = 0  # position among the operands' dims; index letters follow this order
-    indices: tuple[str, ...] = ()  # indices of the index space that are merged into it
+    indices: tuple[str, ...] = ()  # indices of the index space that are merged into this loop
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Writes a multiple of the outermost size as a multiple of the parameter OUTERMOST. Other sizes stay."""
+        """Writes a multiple of the outermost size as a multiple of the parameter OUTERMOST. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 

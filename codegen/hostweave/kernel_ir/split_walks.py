@@ -1,4 +1,4 @@
-"""Splits the loops over reduced dims into walks. A walk is one loop nest that does all reductions whose operands are then available.
+"""Splits the loops over reduced dims into walks. A walk is one loop nest. It does all reductions that need no result of a later walk.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
