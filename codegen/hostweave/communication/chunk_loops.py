@@ -18,8 +18,8 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class LoopPart:
-    """Consecutive iterations of a chunk loop with equal chunks. Each of the `count` iterations covers `rows` rows of a shard, and the first
-    one begins at row `start`. If `rows` is None, the iterations split all rows evenly."""
+    """Consecutive iterations of a chunk loop with equal chunks. Each of the `count` iterations covers `rows` rows of a shard. The first
+    iteration begins at row `start`. If `rows` is None, the iterations split all rows evenly."""
 
     count: Size
     rows: Size | None = None

@@ -89,8 +89,8 @@ class CollectiveLowering:
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest one, because windows need equal sizes
-        on all ranks. Copies `src` to its padded buffer and, on exit, the other padded buffer to `dst`."""
+        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest block. Windows need equal sizes on
+        all ranks. Copies `src` to its padded buffer and, on exit, the other padded buffer to `dst`."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)

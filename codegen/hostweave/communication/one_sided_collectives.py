@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the operand of a gather is not in a window, such as an input, each rank puts the operand to its block on the peers:
+If a gather's result is in a window and its operand is not, each rank puts the operand into its own block of each peer's result:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own

@@ -54,7 +54,7 @@ class GatheredMemory:
     op: Op
     landing: str  # memory that receives the chunks of peers
     is_in_place: bool  # True if chunks arrive in the value's own memory, False if they must be copied to it
-    shard: str | None  # memory of this rank's shard, if peers can get its chunks from it
+    shard: str | None  # memory of this rank's shard, from which peers get its chunks; None if peers cannot access the shard
 
 
 class PutGather(_Loop):
@@ -232,7 +232,7 @@ class _Put(Schedule):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one stream, because a
-# concurrent matmul would delay the end of the current one, and so the transfer of its result.
+# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one stream, because two
+# concurrent matmuls delay each other, so that the transfer of the first result would begin later.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))
