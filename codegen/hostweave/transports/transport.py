@@ -37,7 +37,7 @@ class Transport:
     graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application
     since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
-    # any other reduction gathers the terms and reduces them in a kernel
+    # supported reductions; for any other reduction, a rank gathers the terms, and a kernel reduces them
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
     def why_not(self, machine: Machine) -> str:
