@@ -43,7 +43,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     def in_op(op: Op) -> Op:
         result = in_value(op.result)
         if op.kind in RESHARD_STEPS and _names(op, fusion.types[op.tensors[0]], fusion.mesh):
-            return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes it again
+            return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes the reshard again
         return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
     return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))

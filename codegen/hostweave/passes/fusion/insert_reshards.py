@@ -37,9 +37,9 @@ SUFFIXES = {
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Makes each op's sharding follow from its operands. Afterwards only reshards change a layout.
 
-    The transport may not support reductions in the dtype of a partial result. The operands of its op are then cast to a dtype that the
-    transport can reduce, and the sum is cast back. The option partial_dtype=f32 does the same for 16-bit floats. A matmul then needs no
-    casts: it writes f32 directly.
+    If the transport cannot reduce the dtype of a partial result, the op computes the result in a dtype that the transport can reduce. Casts
+    are inserted for the op's operands, and for the sum. The option partial_dtype=f32 does the same for 16-bit floats. A matmul of 16-bit
+    floats needs no casts of its operands, because it can write f32.
     """
     return _Insertion(fusion, options).rewritten()
 

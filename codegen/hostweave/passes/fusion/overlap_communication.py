@@ -104,8 +104,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     keep their order. First, matmuls whose results are only returned move down, to positions at which a rank would otherwise wait.
 
     An overlapped gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if these delay other ops less than a
-    collective. As soon as one of them does, communications that overlap with nothing may use copy engines too. A choice records each
-    decision.
+    collective. A choice records each decision. If there is such a choice, communications that overlap with nothing may use copy engines
+    too.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -169,7 +169,7 @@ class _Sharing:
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `into` is in a window, or need not be because `gone` is not in one."""
+        """True if `gone` is not in a window, or if `into` is in a window too."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
