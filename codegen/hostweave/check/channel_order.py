@@ -22,7 +22,7 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last communication that the rank has posted. Earlier ones precede it in the stream.
+    """For each rank, channel and stream, the last communication that the rank has posted. The stream orders it after earlier ones.
 
     A communication library orders its own communications on one channel. It does not order generated kernels that exchange data.
     """
@@ -31,8 +31,8 @@ class PostedCommunications:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns earlier ones that may still run and must be ordered
-        with it: communications on other channels, and any pair of which a kernel does one."""
+        """Records the communications of a task that starts at `clock`. Returns earlier communications that may still run, although the task
+        must be ordered after them: those on other channels, and those on the same channel if a generated kernel does one of the two."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
@@ -58,7 +58,8 @@ class SignalOrder:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields each with an earlier one that may still run."""
+        """Records the signals and waits of a task that starts at `clock`. Yields each with the previous one of its rank, if the latter may
+        still run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]

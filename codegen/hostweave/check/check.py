@@ -45,7 +45,7 @@ def check(
       before and after the call count, too.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
-    - Two communications on different channels are not ordered on a rank, or two on one channel of which a kernel does one.
+    - A rank does not order two communications on different channels, or on one channel if a generated kernel does one of them.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.

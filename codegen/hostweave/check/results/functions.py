@@ -189,7 +189,7 @@ class Functions:
         along = inner_axis(axis, x.ndim)
         return x.apply_linear(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
 
-    # --- elements at other places ---
+    # --- shapes and positions of elements ---
 
     @staticmethod
     def ndim(x: Any) -> int:

@@ -29,7 +29,7 @@ ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts
 
 
 def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, roles: Mapping[str, tuple[str, int]]) -> dict[str, Lanes]:
-    """Global inputs with one lane per seed. The shadow of a float is independent of its element."""
+    """Global inputs with one lane per seed. The shadow of a float is independent of its element (see lanes.py)."""
     random = _Random()
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 

@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once, as lanes of the arrays (see lanes.py).
 
-The rank with the fewest executed operations runs next, unless it must wait for another rank. Ranks at the same instruction with equal
-layouts execute it together.
+The rank with the fewest executed operations runs next, unless it must wait for another rank. Ranks that are at the same instruction, with
+equal layouts, execute the instruction together.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class FieldRanks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """The memory that the accesses of these ranks name, with the same layout on each. The buffers may differ: each stream may have its
-        own."""
+        """The memory that the accesses of these ranks name, with the same layout on each. The buffers may differ, because each stream may
+        have a separate buffer."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -94,7 +94,7 @@ class FieldRanks:
     # --- control ---
 
     def run(self) -> None:
-        """Runs all ranks to the end of the call. Raises ExecutionError if they wait for each other."""
+        """Runs all ranks to the end of the call. Raises ExecutionError if ranks wait for each other."""
         queues = [_Queue(rank, operations) for rank, operations in enumerate(self.instances.ranks)]
         with np.errstate(all="ignore"):
             while remaining := [queue for queue in queues if queue.current]:
@@ -393,7 +393,7 @@ class FieldView:
         return self.array.lanes
 
     def read(self) -> Lanes:
-        """The array. Copies only if the ranks use memory at different offsets."""
+        """Returns the array. Copies only if the ranks use memory at different offsets."""
         return self.array
 
     def fill(self, value: Lanes) -> None:

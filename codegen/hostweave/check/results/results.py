@@ -261,8 +261,8 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks. If there
-    are as many blocks as rows, the results do not show that pack and unpack are swapped. A fusion with many elements is not compared at
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: at sizes
+    with as many blocks as rows, the results are the same if pack and unpack are swapped. A fusion with many elements is not compared at
     large sizes. The variant covers the branches for large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1

@@ -9,8 +9,8 @@ from hostweave.types.blocks import Cuts, Route
 
 EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
-EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce in bytes: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest total size of the blocks of all ranks in bytes, for other exchanges: hw::kBlockBytes
+EXCHANGE_BYTES = 512 << 10  # largest term, in bytes, of an all_reduce inside a kernel: hw::kExchangeBytes
+BLOCK_BYTES = 8 << 20  # largest sum of all ranks' blocks, in bytes, of an all_gather or reduce_scatter inside a kernel: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
