@@ -246,7 +246,7 @@ def in_kernel(kind: str, ranks: int, size: float) -> float:
 
 
 def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
-    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
+    """Largest size in bytes, a power of 2, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
     most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
     sizes = (1 << bit for bit in reversed(range(most.bit_length())))
     return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)
@@ -257,7 +257,8 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
-    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # others need a complex run-time condition
+    # for other sizes, the condition at run time would be complex
+    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 
 

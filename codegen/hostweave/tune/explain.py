@@ -20,7 +20,7 @@ from hostweave.tune.cost import most_in_kernel, seconds
 from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, hidden_beside, min_gain
 from hostweave.types.tensor import TensorType, f32
 
-# A matmul of the remaining indices of a dim reads or writes slices of two matrices: (fields of these matrices) -> name of the dim.
+# A matmul of the remaining indices of a dim accesses slices of two matrices. Maps the fields of these matrices to the name of the dim.
 _PARTS: dict[tuple[str, ...], str] = {("a", "b"): "terms", ("b", "dst"): "columns", ("a", "dst"): "rows"}
 
 

@@ -327,7 +327,7 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the op at `position` can move up: the last one from which the ops up to `position` hide all of the op's time. If
+    """Position to which the op at `position` can move up: the latest from which the ops up to `position` hide all of the op's time. If
     there is none, the earliest possible position.
 
     The op stays behind the kernel that computes its operand. Pointwise ops that read this operand belong to that kernel.
