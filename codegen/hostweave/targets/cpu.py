@@ -46,7 +46,7 @@ class _Cpu(Target):
 
     @cache  # noqa: B019 -- there is only one object
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little memory for OpenBLAS, which allocates per thread, and ends the process if this fails."""
+        """Raises MemoryError if there is too little memory for OpenBLAS, which would end the process if it could not allocate."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)
