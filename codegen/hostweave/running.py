@@ -79,7 +79,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. If they cannot run here, raises ExecutionError without building."""
+        """Module for `ranks` ranks in this process. Raises ExecutionError, before it builds, if the process cannot run that many ranks."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
