@@ -7,16 +7,21 @@
   counts in advance, and a copy engine that sends a row for each token and expert.
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, which share its experts. torch sends rows by all_to_all_single, and the host knows all counts.
+- bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by
+  cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. Bounds follow from the sums.
+- chain: dispatch and combine of one token of 8 elements. It has the kernels and signals of 128 tokens, and almost no bytes.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers` needs two GPUs.
+that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers chain` needs two GPUs.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from peers import report
@@ -42,15 +47,21 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def main(names: Sequence[str]) -> None:
-    parts = {"products": (_products, 1), "dispatch": (_dispatched, len(gpus())), "layer": (_layers, 1), "layers": (_layers, len(gpus()))}
-    for name, (calls, ranks) in parts.items():
+    on_one = {"products": _products, "layer": _layers, "bounds": _bounds}
+    on_all = {"dispatch": _dispatched, "layers": _layers, "chain": _chain}
+    for name, calls in (on_one | on_all).items():
         if name not in names and names:
             continue
-        if name in ("dispatch", "layers") and ranks < 2:
+        ranks = 1 if name in on_one else len(gpus())
+        if name in on_all and ranks < 2:
             print(f"{name}: needs two GPUs, and this machine has one")
             continue
+        medians: dict[str, float] = {}
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
             print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first variant is Hostweave's
+            medians |= {variant: statistics.median(ms) for variant, ms in times.items()}
+        if calls is _bounds:
+            print(_bound(medians), flush=True)
 
 
 def _expect_near(got: Any, wanted: Any) -> None:
@@ -60,7 +71,8 @@ def _expect_near(got: Any, wanted: Any) -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(experts: int, k: int, n: int, is_gradient: bool) -> hw.Program:
+def _product(experts: int, k: int, n: int, is_gradient: bool, is_turned: bool = True) -> hw.Program:
+    """x times the matrix of each group, [n, k] or [k, n], or the gradient of the matrices. A turned matrix is [n, k]."""
     if is_gradient:
 
         @hw.fusion(x=hw.bf16["T", k], dy=hw.bf16["T", n], ends=hw.i32[experts])
@@ -69,9 +81,9 @@ def _product(experts: int, k: int, n: int, is_gradient: bool) -> hw.Program:
 
         return hw.compile(gradient, target="cuda")
 
-    @hw.fusion(x=hw.bf16["T", k], w=hw.bf16[experts, n, k], ends=hw.i32[experts])
+    @hw.fusion(x=hw.bf16["T", k], w=hw.bf16[experts, n, k] if is_turned else hw.bf16[experts, k, n], ends=hw.i32[experts])
     def product(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor) -> hw.Tensor:
-        return hw.grouped_matmul(x, hw.permute_dims(w, (0, 2, 1)), ends)
+        return hw.grouped_matmul(x, hw.permute_dims(w, (0, 2, 1)) if is_turned else w, ends)
 
     return hw.compile(product, target="cuda")
 
@@ -113,10 +125,10 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 # --- dispatch and combine ---------------------------------------------------------------------------------------------
 
 
-def _through(ranks: int) -> Fusion:
+def _through(ranks: int, hidden: int = HIDDEN) -> Fusion:
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks),
-        **{"x": hw.bf16["T@ep", HIDDEN], "ids": hw.i64["T@ep", CHOICES], "weights": hw.f32["T@ep", CHOICES]},
+        **{"x": hw.bf16["T@ep", hidden], "ids": hw.i64["T@ep", CHOICES], "weights": hw.f32["T@ep", CHOICES]},
     )
     def dispatch_and_combine(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> hw.Tensor:
         routing = hw.moe_routing(ids, EXPERTS, axes="ep")
@@ -146,6 +158,21 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
             print(f"{tokens} tokens: {sent / 1e6:.1f} MB each way, by a copy engine {2e3 * H200.link('put', ranks).seconds(sent):.3f} ms")
         yield {f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, {ranks} GPUs": ours, "torch all_to_all, known counts": of_torch}
         program.close()
+
+
+def _chain(rank: int, ranks: int) -> Iterator[Calls]:
+    """Dispatch and combine of 128 tokens, and of one token of 8 elements, whose time is that of the kernels' starts and signals."""
+    import torch
+
+    group = hw.init()
+    calls: Calls = {}
+    for tokens, hidden in ((128, HIDDEN), (1, 8)):
+        program = hw.compile(_through(ranks, hidden), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
+        weights = torch.rand(tokens, CHOICES, device="cuda")
+        calls[f"{tokens} tokens of {hidden} elements, {ranks} GPUs"] = program.capture(x, ids, weights, group=group)
+    yield calls
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
@@ -223,6 +250,87 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
     }
     for program in programs:
         program.close()
+
+
+OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
+# Elements of bf16 that the layer's other kernels read and write for each row of a choice: gathers of x and dy, gradients of the weights of
+# choices, sums of y and dx; SwiGLU and its gradient. Two choices share a row of x, y, and their gradients.
+REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
+
+
+def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
+    """Each product of the layer alone, all six one after another, a copy of the bytes of the layer's other kernels, and the layer."""
+    import torch
+
+    group = hw.init()
+    hidden, inner, experts, tokens = (LAYER[name] for name in ("hidden", "inner", "experts", "tokens"))
+    rows = tokens * LAYER["top"]
+    shapes = [(rows, hidden), (rows, hidden), (rows, inner), (rows, 2 * inner), (experts, hidden, 2 * inner), (experts, inner, hidden)]
+    x, dy, h, dg, w1, w2 = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes)
+    _, ids = _chosen(x[:tokens], w2[0, :hidden, :experts])
+    ends = ids.reshape(-1).bincount(minlength=experts).cumsum(0).int()
+    products = {"x w1": (x, w1), "h w2": (h, w2), "dy w2'": (dy, w2.mT), "dg w1'": (dg, w1.mT), "h' dy": (h.T, dy), "x' dg": (x.T, dg)}
+    in_order: dict[str, list[Callable[[], Any]]] = {OURS: [], OF_TORCH: [], CUBLAS: []}
+    programs = []
+    for name, (a, b) in products.items():
+        is_gradient, is_turned = b.ndim == 2, not b.is_contiguous()
+        k, n = (a.shape[0], b.shape[1]) if is_gradient else b.shape[1:]
+        program = _product(experts, k, n, is_gradient, is_turned)
+        programs.append(program)
+        given = (a.T if is_gradient else a, b.mT if is_turned else b, ends)
+        ours, of_torch = program.capture(*given, group=group), partial(torch._grouped_mm, a, b, offs=ends)
+        calls: Calls = {OURS: ours, OF_TORCH: of_torch, CUBLAS: _by_expert(a, b, ends)}
+        for variant in (OURS, CUBLAS):
+            _expect_near(calls[variant](), of_torch())
+        for variant, call in calls.items():
+            in_order[variant].append(call)
+        yield {f"{name}: {variant}": call for variant, call in calls.items()}
+    yield {f"six one after another: {variant}": partial(_each, calls) for variant, calls in in_order.items()}
+    for program in programs:
+        program.close()
+    one = torch.empty(int(rows * REST), device="cuda", dtype=torch.bfloat16)  # a copy reads half of the bytes and writes half
+    yield {COPY: partial(one[: len(one) // 2].copy_, one[len(one) // 2 :])}
+    del x, dy, h, dg, w1, w2, one, in_order, products, given, calls, ours, of_torch, a, b
+    yield from islice(_layers(rank, ranks), 1, 2)
+
+
+def _each(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def _by_expert(a: Any, b: Any, ends: Any) -> Callable[[], Any]:
+    """Products by cuBLAS for each expert. The host knows the ends of the groups."""
+    import torch
+
+    bounds = [0, *ends.tolist()]
+    groups = [slice(*bounds[i : i + 2]) for i in range(len(ends))]
+    if b.ndim == 2:
+        result = a.new_empty(len(ends), len(a), b.shape[1])
+        terms = [(a[:, rows], b[rows], result[i]) for i, rows in enumerate(groups)]
+    else:
+        result = a.new_empty(len(a), b.shape[2])
+        terms = [(a[rows], b[i], result[rows]) for i, rows in enumerate(groups)]
+
+    def call() -> Any:
+        for x, y, out in terms:
+            torch.mm(x, y, out=out)
+        return result
+
+    return call
+
+
+def _bound(medians: Mapping[str, float]) -> str:
+    """Text with the bounds of the layer's speed, from the medians of `_bounds`."""
+    alone = {name.split(": ")[0] for name in medians if name.endswith(CUBLAS)} - {"six one after another"}
+    fastest = sum(min(medians[f"{name}: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS)) for name in alone)
+    in_order = min(medians[f"six one after another: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS))
+    peer, copy = medians["torch.compile"], medians[COPY]
+    texts = [
+        f"{what} {ms:.3f} ms, {peer / ms:.3f} x torch.compile; with the copy {ms + copy:.3f} ms, {peer / (ms + copy):.3f} x"
+        for what, ms in (("fastest products, each alone", fastest), ("fastest six one after another", in_order))
+    ]
+    return "bounds: " + "; ".join(texts)
 
 
 def _chosen(x: Any, router: Any) -> tuple[Any, Any]:

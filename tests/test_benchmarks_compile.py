@@ -82,9 +82,10 @@ def model(module: Any) -> Iterator[hw.Program]:
 
 
 def moe(module: Any) -> Iterator[hw.Program]:
-    for is_gradient in (False, True):
-        yield module._product(8, 64, 128, is_gradient)
+    for is_gradient, is_turned in ((False, True), (False, False), (True, False)):
+        yield module._product(8, 64, 128, is_gradient, is_turned)
     yield compiled(module._through(RANKS))
+    yield compiled(module._through(RANKS, 8))
     yield module._layer("moe_training", machine=H200)
 
 
