@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
-from hostweave.torch.composed import COMPOSED, associative_scan, of_storages, rwkv_attention
+from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.nodes import location
 from hostweave.torch.numbers import keeps_numbers, symbolic
@@ -39,6 +39,7 @@ from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.replaced import replaced
 from hostweave.torch.scaled import with_quantized_linears
+from hostweave.torch.strides import of_storages
 
 tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's sizes
 _TORCH = str(Path(torch.__file__).parent)
