@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from hostweave.analysis.alignment import SIDES
+from hostweave.analysis.def_use import def_use
 from hostweave.communication.schedules import transport_of
-from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
@@ -13,15 +12,12 @@ from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
 from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, STEP, is_composed, scaling
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const
+from hostweave.host_ir.calls import bodies
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel, seconds
 from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, hidden_beside, min_gain
 from hostweave.types.tensor import TensorType, f32
-
-# A matmul of the remaining indices of a dim accesses slices of two matrices. Maps the fields of these matrices to the name of the dim.
-_PARTS: dict[tuple[str, ...], str] = {("a", "b"): "terms", ("b", "dst"): "columns", ("a", "dst"): "rows"}
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
@@ -31,10 +27,10 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
     """
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
-    bodies = {host.name: host.body, **{function.name: function.body for function in host.functions}}
+    parts = {part.name: part for part in bodies(host)}
     for body in (*fusion.functions, fusion):
         chosen = {choice.value: choice for choice in host.choices if choice.function == body.name}
-        lines_of_body = [f"  {line}" for line in (*_lines(body, chosen, options, in_kernels), *_split(bodies.get(body.name, ())))]
+        lines_of_body = [f"  {line}" for line in (*_lines(body, chosen, options, in_kernels), *_split(parts[body.name]))]
         lines += [f"@{body.name}", *lines_of_body] if lines_of_body else []
     return "\n".join(lines) + "\n"
 
@@ -84,21 +80,18 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, because {why}"
 
 
-def _split(body: tree.Body) -> Iterator[str]:
+def _split(part: ir.HostProgram) -> Iterator[str]:
     """Lines for the matmuls that `split_unaligned` split."""
-    slices = {i.out: i for i in tree.walk(body) if isinstance(i, ir.PartialView) and re.search(r"_(rest|aligned)(_\d+)?$", i.out)}
-    ends = {(i.src, i.span[0], expr_of(i.span[2])) for i in slices.values() if i.span[1] == Const(0)}
-    found: dict[str, dict[str, None]] = {}
-    for i in tree.walk(body):
-        of = {field: getattr(i, field, "") for field in SIDES}
-        rests = {field: slices[name] for field, name in of.items() if name in slices and (slices[name].src, *slices[name].span[:2]) in ends}
-        if word := _PARTS.get(tuple(rests)):
-            name, (_, start, size) = of["dst"], next(iter(rests.values())).span
-            while name in slices:
-                name = slices[name].src
-            found.setdefault(name, {})[f"{start} and {size} {word}"] = None
-    for name, parts in found.items():
-        yield f"%{name} = matmul: split into {', and '.join(parts)}, because unaligned matmuls are slower"
+    uses = def_use(part)
+    for i in tree.walk(part.body):
+        if rest_sizes := getattr(i, "rest", ()):
+            (a, b, *_), (name,) = tree.names(i, "read"), tree.names(i, "write")
+            (rows, terms), columns = uses.types[a].shape[-2:], uses.types[b].shape[-1]
+            for _ in filter(None, rest_sizes[1:]):  # a slice of the result for each split dim
+                (name,) = tree.names(uses.views[name].instruction, "alias")
+            words = zip((terms, rows, columns), rest_sizes, ("terms", "rows", "columns"), strict=True)
+            parts = (f"{size} and {rest} {word}" for size, rest, word in words if rest)
+            yield f"%{name} = matmul: split into {', and '.join(parts)}, because unaligned matmuls are slower"
 
 
 def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:

@@ -55,9 +55,10 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS, or ""
     scales: Reads = ()  # scales of a and of b
+    rest: tuple[int, ...] = ()  # sizes k, m and n that other matmuls compute, because they are not aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
-        " -> %{dst}"
+        " rest {rest} -> %{dst}"
     )
     in_place = "accumulate"
 

@@ -3,7 +3,7 @@
                                       %y_aligned = slice %y[1: 50256 from 0]
                                       %y_rest = slice %y[1: 1 from 50256]
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
-                                      matmul %x, %w_aligned -> %y_aligned
+                                      matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
 with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul accumulates
 onto its result. `widen_rows` has already aligned the starts of rows, so no matrix is copied.
@@ -53,7 +53,7 @@ def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> I
                 yield viewed
             else:
                 matmul = replace(viewed, accumulate=(viewed.dst,)) if dim == "k" else viewed
-    yield matmul
+    yield replace(matmul, rest=tuple(found.sizes[dim] % found.step if dim in found.dims else 0 for dim in "kmn"))
 
 
 def _along(matmul: ir.Matmul, dim: str, types: dict[str, BufferType]) -> dict[tuple[str, int], None]:
