@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# a wheel installs these folders in the package; their code counts as the user's
+# a wheel installs these folders in the package, but their code is treated as the user's code
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 

@@ -1,6 +1,6 @@
 """Makes os.fork safe: in the child, all locks are free, even if a thread of the parent held them, and no module is half imported."""
 
-import concurrent.futures.thread  # noqa: F401  # imported here, so that no fork waits while it registers fork handlers
+import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
 import os
 import sys
 import threading

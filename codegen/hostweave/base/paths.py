@@ -1,4 +1,4 @@
-"""Paths of the package's files. In a wheel, these files are next to the code. In a source tree, they are at the root.
+"""Paths of the package's files. In a wheel, the files are next to the code. In a source tree, they are at the root of the tree.
 
 An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` contains both
 folders.
