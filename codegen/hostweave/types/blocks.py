@@ -184,7 +184,7 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     for rank in old.all_ranks:
         holders.setdefault(_shard_position(source, old, rank), []).append(rank)
     replica_of: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
-    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks found there so far, minus 1
+    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks at this position so far, minus 1
     for rank in new.all_ranks:
         position = _shard_position(target, new, rank)
         replica_of[rank] = copies[position] = copies.get(position, -1) + 1

@@ -154,7 +154,7 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
-# H100 SXM: measured on a card with 80 GB and a power limit of 700 W. It has the NVLink of an H200: 18 links of the fourth generation.
+# H100 SXM: measured on a card with 80 GB and a power limit of 700 W. The card has the NVLink of an H200: 18 links of the fourth generation.
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
 
 SHIPPED = {machine.name: machine for machine in (H200, H100)}

@@ -13,7 +13,7 @@ _DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of_name(name: str) -> DType | str:
-    """The dtype with this name in NumPy and PyTorch. Returns the name itself if there is no such dtype."""
+    """The dtype with this name in NumPy and PyTorch. Returns the name itself if no dtype has this name."""
     return _DTYPE_OF.get(name, name)
 
 

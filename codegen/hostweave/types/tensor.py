@@ -251,7 +251,7 @@ class TensorType:
 
     @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """Local array of `rank`, cut from a global array. It is a view of the rank's block, or a copy of its two pieces.
+        """Local array of `rank`, cut from a global array. The result is a view of the rank's block, or a copy of its two pieces.
 
         Raises ArgumentError if the shape does not fit.
         """

@@ -12,8 +12,8 @@ from hostweave.types.zigzag import ZIGZAG, Zigzag
 class Reader(SizeReader):
     def __init__(self, text: str):
         super().__init__(text)
-        # In `M@dp,tp, K` the comma after `dp` is followed by a mesh axis, and the next comma by a dim. Collecting all axis names first
-        # tells them apart.
+        # In `M@dp,tp, K` the comma after `dp` is followed by a mesh axis, and the next comma by a dim. To distinguish the two, the reader
+        # first collects the names of all axes.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def dtype(self) -> DType:
