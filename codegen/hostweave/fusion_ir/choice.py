@@ -1,8 +1,8 @@
-"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. Both IRs print it as one line:
+"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. The text of a choice is one line:
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The number in parentheses is the number of chunks. put(1) is no loop, but one asynchronous communication before or after the matmuls.
+The number in parentheses is the number of chunks. put(1) is a single asynchronous communication before or after the matmuls, not a loop.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def times(self) -> str:
-        """Lists the alternatives with their times, the chosen one first: `predicted: p2p(8) 812.0 us, none 1024.5 us`."""
+        """Lists the alternatives with their times, the chosen alternative first: `predicted: p2p(8) 812.0 us, none 1024.5 us`."""
         alternatives = ", ".join(f"{one.name} {one.micros:.1f} us" for one in self.alternatives)
         return f"{'measured' if self.is_measured else 'predicted'}: {alternatives}"
 

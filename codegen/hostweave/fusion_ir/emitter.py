@@ -41,9 +41,9 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result: `of`, then `word`. By default these are the replaced result and the kind of op.
+        """Emits an op and returns the name of its result: `of`, then `word`. The defaults are the replaced result and the kind of op.
 
-        `like` is a result type. It gives the properties that the operands do not determine, such as the shape after a reshape.
+        `like` is a type with the properties of the result that the operands do not determine, such as the shape after a reshape.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)

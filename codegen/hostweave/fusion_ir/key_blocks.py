@@ -45,7 +45,7 @@ class BlockWriter(OpRewriter):
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """An attention op, and the all-gathers of its keys and values, which have no other consumer. So the keys can arrive block by block."""
+    """An attention op, and the all-gathers of its keys and values, which have no other consumer, so that keys can arrive block by block."""
 
     attention: Op
     keys: Op

@@ -26,7 +26,7 @@ class FreshNames:
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Keeps the ops that an output depends on. Unused communication is removed too. This is safe, because all ranks remove the same ops."""
+    """Keeps the ops that an output depends on. Removing unused communication is safe, because all ranks remove the same ops."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:

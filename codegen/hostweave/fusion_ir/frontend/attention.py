@@ -176,7 +176,7 @@ def attention_backward(
     """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
-    arguments are those of `attention`. The backward pass is one kernel call if `attention` is one. Otherwise it is composed of matmuls.
+    arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise it is composed of matmuls.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. One kernel
@@ -278,7 +278,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
     A float mask is added. Where a bool mask is false, the score is -inf.
     """
-    query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along it
+    query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along this dim
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, hw.transpose(of_groups, -2, -1)))) * scale
     if mask is None:

@@ -157,11 +157,11 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
     The mesh axes `axes` have R ranks, which split tokens and E experts: rank r has the experts from r * E/R to (r + 1) * E/R - 1. All ranks
-    gather `experts`, and each finds the choices of its experts.
+    gather `experts`, and each rank finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. The default is the number of all its choices, so no choice is dropped. With a
-    smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last tokens first. The
-    device computes all counts; the host never reads them.
+    A rank sends at most `capacity` choices to each rank. By default, `capacity` is large enough for all choices of a rank, so no choice is
+    dropped. With a smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last
+    tokens first. The device computes all counts; the host never reads them.
 
     Raises ProgramError if R does not divide the number of experts, or the number of tokens of a routing with a capacity, or if the mesh
     has no such axis.
@@ -229,8 +229,8 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
     expert's rows. Rows after the last end are undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice,
     as in the gradient of `moe_combine`.
 
-    All ranks gather x, and each copies the rows that it needs. So a token is sent once to each rank, even if several of its experts are on
-    that rank.
+    All ranks gather x, and each rank copies the rows that it needs. A token is sent once to each rank, even if several of its experts are
+    on that rank.
 
     Raises ProgramError for other shapes.
 

@@ -29,10 +29,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them. They are much slower than matmuls of
-    floats.
+    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them. Matmuls of ints are much slower than
+    matmuls of floats.
 
-    If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+    If dim K is sharded, the result is a partial sum. The compiler all-reduces it, or reduce-scatters it to the sharding of a `reshard`.
 
     Raises ProgramError for other dtypes, or if the inner dims differ.
 
@@ -76,7 +76,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication. This also works for ints.
+    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication. a may then be a tensor of ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -241,8 +241,8 @@ def _expect_dtype(name: str, dtype: object) -> None:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """Index (i64) of the largest element along one dim, or in the flattened tensor. Among equal elements, the first one counts. A NaN
-    counts as the largest.
+    """Index (i64) of the largest element along one dim, or in the flattened tensor. If several elements are the largest, returns the first
+    index. A NaN counts as the largest.
 
     A sharded dim is gathered first. With `keepdims` the dim is kept, with one element.
 

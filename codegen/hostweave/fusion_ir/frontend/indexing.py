@@ -23,7 +23,7 @@ LARGE = 720720 << 20  # value of every symbol when bounds of a slice are compare
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """Part of x that the keys select. A key is a slice with a positive step, an int (drops its dim), `None` (adds a dim) or `...`.
 
-    A slice must be within its dim. If the size is symbolic, each call of the program checks this.
+    A slice must be within its dim. If the size is symbolic, each call of the program checks that the slice fits.
 
     Raises ProgramError for other keys, and for slices that exceed a dim.
     """

@@ -257,8 +257,8 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort each row. If rows are few and very long, the whole GPU sorts one
-    row after another.
+    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort each row. If there are few, very long rows, the whole GPU sorts
+    one row after another.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
@@ -424,8 +424,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, no logits are gathered. One all-reduce is for the largest logit of each row, and one for the sum and the target's
-    logit. See `take` for targets out of range.
+    If V is sharded, no logits are gathered. One all-reduce combines the largest logit of each row, and a second one the sum and the
+    target's logit. See `take` for targets out of range.
 
     Raises ProgramError for other shapes, or an unknown reduction.
 

@@ -24,7 +24,7 @@ Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds `what` to `unfit`, and starts again without it."""
+    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds `what` to `unfit`, and starts again without `what`."""
 
     def __init__(self, what: object):
         self.what = what
@@ -39,7 +39,7 @@ class Run:
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
     carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
     each: dict[int, Column] = field(default_factory=dict)  # operand -> its values, in the order of the group's tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group; call i reads its tensor i - 1
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group, of which call i reads tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards that replace it, all to one type
     backward: bool = False
 
@@ -111,7 +111,7 @@ class Runs:
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
-                    run = None  # `share_equal_ops` merges such equal calls
+                    run = None  # all operands are shared, so `share_equal_ops` merges these calls
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}

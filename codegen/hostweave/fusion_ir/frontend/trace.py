@@ -38,7 +38,7 @@ def _sign(written: str) -> Callable[[Tensor], Tensor]:
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Methods of a binary operator: the plain one, and the reflected one, which Python calls if the left operand is a number."""
+    """Methods of a binary operator: the plain method, and the reflected method, which Python calls if the left operand is a number."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -51,10 +51,9 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 
 
 class Tensor:
-    """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
-
-    It supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other
-    operations are functions of `hw`.
+    """A symbolic tensor: a value of the program that is being traced. A symbolic tensor has a type and no data. It supports Python's
+    operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other operations are functions of
+    `hw`.
     """
 
     __hash__ = object.__hash__
@@ -161,14 +160,14 @@ class Tensor:
     def __iter__(self) -> Iterator[Tensor]:
         """Iterates over the first dim.
 
-        Raises ProgramError if its size is not an int.
+        Raises ProgramError if the size of this dim is not an int.
         """
         return map(self.__getitem__, range(self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")))
 
     def __len__(self) -> int:
         """Size of the first dim.
 
-        Raises ProgramError if it is not an int.
+        Raises ProgramError if the size is not an int.
         """
         return self._first_extent("len", "use x.shape[0], its name")
 

@@ -33,8 +33,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array holds that result. The result must have the
       input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has that shape, a result with
-      the dims in another order is chosen. It is an error if several results match; use `donate={"m": 1}` to choose result 1, which
-      need not be computed from m.
+      the dims in another order is chosen. If several results match, tracing raises ProgramError; use `donate={"m": 1}` to choose result 1,
+      which need not be computed from m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
 

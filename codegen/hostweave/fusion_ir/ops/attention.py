@@ -205,7 +205,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
         (q, k, *others), rest = operands[:count], list(operands[count:])
-        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of them is given
+        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of bias and offsets is given
         lengths = rest.pop() if rest else None
         if kind == "attention_lse":
             others = [k]  # the values are not used

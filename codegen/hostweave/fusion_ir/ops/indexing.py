@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-For each indexed dim, an op has an operand `rows`: the global indices that the rank holds. The op accesses only these, so the dim may be
-sharded. At other indices a `take` reads zeros, and a `scatter` writes nothing.
+For each indexed dim, an op has an operand `rows`: the global indices that the rank holds. The op accesses only these indices, so the dim
+may be sharded. At other indices a `take` reads zeros, and a `scatter` writes nothing.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from hostweave.types.tensor import Dim, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the dim in its place in the result or source, which has other indices
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the dim of the result or source at the same position
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -319,6 +319,6 @@ OPS["argsort"] = OpDef(
 OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 1, ..., n - 1
     1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
 )
-OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element among these
+OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element in the sorted order
     1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), lane="hw::group_order<{groups}>", whole="ordered"
 )

@@ -120,8 +120,8 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """Index map of a reshape. An unchanged dim keeps its label. Of dims that are split or merged, the outermost share a label in
-    `outer`."""
+    """Index map of a reshape. An unchanged dim keeps its label. If dims are split or merged, the outermost dim before and the outermost dim
+    after share a label in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
@@ -134,8 +134,8 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes for the result's dims such that a reshape moves no element to another rank: [8@y,x] becomes [2@y, 4@x]. None if there are
-    none.
+    """Mesh axes for the result's dims such that a reshape moves no element to another rank: [8@y,x] becomes [2@y, 4@x]. None if no such
+    axes exist.
 
     In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every earlier dim.
     """
