@@ -41,7 +41,7 @@ class _Scope:
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
         self._program, self._channels = program, channels  # channels of the whole program, by name
-        self.transports = transports  # in order of preference; a channel gets the first that supports its instructions
+        self.transports = transports  # in order of preference; a channel gets the first transport that supports its instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
@@ -286,7 +286,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access the memory. True for all allocations, because `with_windows` moves those that peers access to
+        """True if peers can access the memory. True for all allocations, because `with_windows` moves allocations that peers access to
         windows."""
         return name in self._windows
 

@@ -13,7 +13,7 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     """Every function as a separate program, callees before callers, then the main program. Each part lists only the kernels and uneven
-    sizes that it uses itself, and the events that it or a function before it uses."""
+    sizes that its body uses, and the events that its body or an earlier function uses."""
     if not program.functions:
         return (program,)
     parts = [

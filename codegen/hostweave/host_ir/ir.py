@@ -1,6 +1,6 @@
 """The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields tell which buffers it defines, reads,
+Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields say which buffers it defines, reads,
 writes or frees. Analyses, passes and the check use only these roles and traits of the class, and need no change for a new instruction.
 
 An instruction outside of all `stream` blocks runs on the caller's stream.
@@ -83,7 +83,8 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective of the first input, if the kernel does one by exchanging data with the kernels of other ranks. Otherwise None."""
+        """The collective that the kernel itself does, by exchanging data with kernels of other ranks, to compute its first input. Or
+        None."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
@@ -106,8 +107,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name such as `negative_multiply_y`, made of the ops and the results, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op if the name of
-        its result begins with its own name, as in `multiply_y`. If the names of the results are long, only the last one is used.
+        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op whose result is
+        named after it, as in `multiply_y`. If the names of the results are long, only the name of the last result is used.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

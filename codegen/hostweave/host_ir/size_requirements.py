@@ -1,5 +1,5 @@
-"""Requirements on the sizes of a call: slices are within their dims, quotients are integers, and the chunks of loops that the compiler
-chose divide their dims evenly."""
+"""Requirements on the sizes of a call: slices are within their dims, quotients are integers, and the chunk loops that the compiler chose
+divide their dims evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm

@@ -92,7 +92,7 @@ class Instruction:
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that the instruction defines, given the types of earlier ones.
+        """Types of the buffers and views that the instruction defines, given the types of earlier buffers and views.
 
         Raises ValueError if the view is not possible.
         """
@@ -109,7 +109,7 @@ class Instruction:
 
     @property
     def chosen_by(self) -> Expr | None:
-        """For a view with two sources: the condition that selects the first one. None for other instructions."""
+        """For a view with two sources: the condition that selects the first source. None for other instructions."""
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
@@ -200,12 +200,12 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
 
 @per_kind
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Fields with one of the wanted roles, or with a role that implies one of them."""
+    """Fields with a wanted role, or with a role that implies a wanted role."""
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """Names in the fields with one of the wanted roles, or with a role that implies one of them."""
+    """Names in the fields with a wanted role, or with a role that implies a wanted role."""
     if not (fields := _fields_of(type(instruction), wanted)):
         return ()
     found: list[str] = []
@@ -298,7 +298,7 @@ def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
     return next(table[base] for base in kind.__mro__ if base in table)
 
 
-Outcome = Instruction | Body | None  # result of a rule: None keeps the instruction, () deletes it, others replace it
+Outcome = Instruction | Body | None  # result of a rule: None keeps the instruction, () deletes it, and other results replace it
 Edits = Mapping[int, Instruction | Body]  # maps an instruction's index in `walk` to its replacement
 
 

@@ -272,7 +272,7 @@ class SendBlocks(Routed):
     """Sends those blocks of src whose routes begin at this rank. Posted as a group.
 
     The blocks are contiguous in src: `count` equal blocks, or the blocks of a packed tensor. A send_blocks matches the recv_blocks with the
-    same routes. If several have the same routes, they match in order.
+    same routes. Several pairs with the same routes match in order.
     """
 
     src: Read

@@ -1,6 +1,6 @@
 """Instructions that only inlined programs have: views of donated arguments with their contents before and after a call.
 
-Only the check creates and reads these instructions. The parser and the emitter do not know them.
+Only the check creates and reads these instructions. The parser and the emitter do not support them.
 """
 
 from dataclasses import dataclass

@@ -12,8 +12,8 @@ SIGNAL_COUNTERS = 64  # number of counters per peer, numbered from 0
 class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
 
-    Signals are counted separately per peer and counter `signal`. In the order in which hosts issue them, the n-th wait waits for the n-th
-    signal. Buffers that peers access are in windows, at the same offset on all ranks.
+    Signals are counted separately per peer and counter `signal`. The n-th wait waits for the n-th signal, in the order in which hosts issue
+    waits and signals. Buffers that peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr

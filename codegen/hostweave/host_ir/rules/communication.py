@@ -39,7 +39,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 
 
 def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
-    """Checks the reduction, and that src and dst have equal sizes, or that one of them has one block per rank."""
+    """Checks the reduction, and that src and dst have equal sizes, or that one buffer has one block of the other's size per rank."""
     if isinstance(i, ir.Reduction):
         if i.op not in REDUCTIONS:
             c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
