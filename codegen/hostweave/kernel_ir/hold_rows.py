@@ -14,11 +14,11 @@ becomes
 If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. Some
 blocks then load rows while another block waits for a reduction.
 
-In a kernel that all-reduces, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
+In a kernel that does an all-reduce, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
-A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
-it is computed. A kernel that holds computed values has only as many blocks as run at once. So each block loads a row that all iterations
-share, such as a weight, only once.
+A value that several walks use is computed once and held, if it is expensive or rounded. The rows from which it is computed then need not be
+held for later walks. A kernel that holds computed values has only as many blocks as run at once. Each block then loads a row that all
+iterations share, such as a weight, only once.
 """
 
 import itertools
@@ -36,13 +36,13 @@ WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
 MANY_THREADS = 1024  # largest number if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
-LINE = 8  # preferred minimum of threads that share a row: together they read 128 bytes
+LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference; the first number that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
 FEW_HELD, FEW_INPUTS = 16, 12  # threads hold few accesses up to these numbers: with held computed values; with inputs only, per result
-LARGE = 256  # a block with at least so many threads is large: a few more registers per thread make one block fewer fit
+LARGE = 256  # a block with at least this many threads is large: a few more registers per thread reduce the blocks per multiprocessor
 HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts twice if a vector of it takes two accesses
 LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
 EXPENSIVE = 16  # least cost per element of an expensive value, in additions

@@ -145,7 +145,7 @@ class Loops:
         return self.dtype(name).kind == "float" and self.dtype(name).itemsize <= 4
 
     def is_rounded(self, value: str) -> bool:
-        """True if an op rounds this value to a float of at most 16 bits. Other small floats stay f32 until they are stored."""
+        """True if an op rounds this value to a float of at most 16 bits. Other floats of at most 16 bits stay f32 until they are stored."""
         op = next(op for op in self.kernel.ops if op.result.name == value)
         return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
 

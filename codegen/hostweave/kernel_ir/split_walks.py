@@ -1,4 +1,4 @@
-"""Splits the loops over reduced dims into walks. A walk is one loop nest. It does all reductions that need no result of a later walk.
+"""Splits the loops over reduced dims into walks. A walk is a loop nest for all reductions whose operands need no later walk.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
@@ -9,7 +9,7 @@ becomes
     walk 2: store %y
 
 Results that have all dims are stored in an additional last walk. If there is only one walk, and the results do not depend on its
-reductions, this walk stores them. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
+reductions, this walk stores the results. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ gets
     distribute: a block transposes a tile
 
 With tiles, reads and writes of global memory can be vectorised. The pass orders the dims of `keep`: the result is contiguous along the
-first one, and each operand is contiguous or constant along the last.
+first dim, and each operand is contiguous or constant along the last dim.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ BYTES = 4  # largest element, in bytes, for which tiles fit into shared memory
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
-    """Chooses tiles for a kernel over two dims if one result is contiguous along another dim than its operands."""
+    """Chooses tiles for a kernel over two dims if one result is contiguous along one dim, and its operands along the other dim."""
     others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
