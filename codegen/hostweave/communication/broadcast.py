@@ -1,4 +1,4 @@
-"""Schedules broadcast and reduce: in each iteration, the owner of a block broadcasts it, or receives the reduction of all ranks' terms."""
+"""Schedules broadcast and reduce: in each iteration, one block is broadcast by its owner, or reduced to its owner."""
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule

@@ -27,7 +27,7 @@ class LoopPart:
 
 
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one with chunks of equal size and, if these do not cover all rows, one with the remaining rows.
+    """Parts of a loop: one part with chunks of equal size and, if these do not cover all rows, a second part with the remaining rows.
 
     In a loop by shard, both parts contain iterations for the shards of all ranks.
     """

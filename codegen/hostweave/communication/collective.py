@@ -124,7 +124,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of the other ranks into one buffer, in rank order. `take_shard` later copies the rank's own shard into it."""
+    """Gathers the shards of the other ranks into one buffer, in rank order. `take_shard` later copies the rank's own shard there."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -133,7 +133,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
-    """Returns a view of an iteration's shard in the buffer of `gather_apart`. If it is this rank's own shard, first emits a copy of the
+    """Returns a view of an iteration's shard in the buffer of `gather_apart`. If the shard is this rank's own, first emits a copy of the
     shard to the view. Otherwise `arrived` emits the wait for the end of the gather."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)

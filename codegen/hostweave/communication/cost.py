@@ -35,7 +35,7 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
     assert machine.network
     inside = max(ranks // hosts, 1)  # number of ranks on one host
     of_host = machine.link("collective", inside).seconds(size * (ranks - 1) / ranks) if inside > 1 else 0.0
-    # bytes from other hosts; if all ranks of a host need a block, it crosses the network once
+    # bytes from other hosts; a block that all ranks of a host need crosses the network once
     bytes_crossing = size * (ranks - inside) / ranks / (1 if kind == "all_to_all" else inside)
     one_pass = max(of_host, machine.network.seconds(bytes_crossing, messages=ceil(log2(hosts))))
     return 2 * one_pass if kind == "all_reduce" else one_pass
@@ -78,7 +78,7 @@ class Computed(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A reshard, and the matmuls or the attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
+    """A reshard, and the matmuls or attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
 
     `size` is the number of bytes of the gathered or partial tensor on one rank. `rows` is True if the chunks are rows of the results, not
     columns.
@@ -89,7 +89,7 @@ class Overlap:
     size: float
     products: tuple[Computed, ...]
     rows: bool = True
-    computed: bool = False  # the program computed the gathered operand, so it can be in memory that peers read
+    computed: bool = False  # the program computed the gathered operand, so the operand can be in memory that peers read
     overlapped: float = 0.0  # seconds of other ops that overlap with the communication if there is no loop
     consumer_sums: bool = False  # the consumer's kernel also sums the terms from peers
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
@@ -139,7 +139,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has computed the chunks of other ranks, sent each once it is computed, and then computed its own chunks."""
+    """Seconds until the rank has computed the chunks of other ranks, sent them one by one, and then computed its own chunks."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -12,7 +12,7 @@ from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
 class LibraryCollectives:
-    """Emits the collectives of a process group. `along` is the dim of the ranks' blocks, if these may differ in size."""
+    """Emits the collectives of a process group. `along` is the dim that is split into the ranks' blocks, if blocks may differ in size."""
 
     takes_uneven = True
 

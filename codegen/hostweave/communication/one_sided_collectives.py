@@ -1,4 +1,4 @@
-"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, and signal before and after.
+"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, between two signals.
 
     all_gather %x -> %y on x                           # on two ranks
 
@@ -24,7 +24,7 @@ Each rank signals before it waits, so ranks cannot block each other. A rank wait
 the next signal may be sent only after the receiver has waited for the previous one.
 
 In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces them. In an all_reduce of a small tensor, each rank
-instead gets all terms of all blocks, and reduces them in rank order, so that all ranks have the same rounding.
+instead gets all terms of all blocks. All ranks reduce the terms in rank order, so that their results are rounded equally.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; up to this size latency dominates, so each rank reads all terms in one round, instead of terms and then results in two rounds
+# bytes; up to this size, each rank reads all terms in one round, because latency dominates; above it, ranks read terms, and then results
 SMALL = 1 << 15
 
 
 class OneSidedCollectives(Signals):
     """Emits the collectives of a process group as one-sided transfers, with the interface of `LibraryCollectives`."""
 
-    takes_uneven = False  # blocks of an all_to_all must be equal: in general, their size depends on sender and receiver
+    takes_uneven = False  # uneven blocks of an all_to_all would have sizes that depend on both sender and receiver
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -190,8 +190,8 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation that is or will be in a window. Part of an allocation does not count, because its offset
-        may differ between ranks."""
+        """True if the buffer is a whole allocation that is or will be in a window. False for a part of an allocation, because the offset of
+        the part may differ between ranks."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:

@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # fewer terms are separate operands of the kernel that reduces them; this many or more are one operand
+MAX_TERMS = 8  # the kernel that reduces terms has one operand for all terms if there are at least so many, otherwise one per term
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
 
 
 def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    """Returns `src` if it is contiguous, otherwise a contiguous copy."""
+    """Returns `src` if it is contiguous, otherwise a contiguous copy of `src`."""
     if b.is_contiguous(src):
         return src
     packed = temporary(b, src, steps)

@@ -1,8 +1,8 @@
 """Schedule put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, they could deadlock: a
-CUDA graph may execute its branches one after another, in any order that its edges allow. In a graph, a rank may also send the next signal
-only after the receiver has waited for the previous one. So a rank waits for the chunk of a peer before it puts its own next chunk.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, these operations could
+deadlock: a CUDA graph may execute its branches one after another, in any order that its edges allow. In a graph, a rank may also send the
+next signal only after the receiver has waited for the previous one. A rank therefore waits for a peer's chunk before its next put.
 
 The first signal of a call means that the memory for arriving chunks is free. If ranks get, the owner of a shard signals that the shard is
 ready, and each reader signals after it has read the shard.
@@ -53,7 +53,7 @@ class GatheredMemory:
 
     op: Op
     landing: str  # memory that receives the chunks of peers
-    is_in_place: bool  # True if chunks arrive in the value's own memory, False if they must be copied to it
+    is_in_place: bool  # True if chunks arrive in the memory of the value, False if they must be copied there
     shard: str | None  # memory of this rank's shard, from which peers get its chunks; None if peers cannot access the shard
 
 
@@ -208,7 +208,7 @@ class _PutScatter(_Loop):
         self.b.emit(ir.Join(PUTS))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the chunks are contiguous
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no expression uses this index
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no emitted expression contains this index
         else:
             with self.b.loop(Size(self.subchunks)) as index:
                 self.add(replace(self.own, index=index))

@@ -1,4 +1,4 @@
-"""Schedule ring: each rank receives a block from the previous rank, and then sends it to the next rank."""
+"""Schedule ring: each rank receives a block from the previous rank, and then sends the block to the next rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,11 +26,11 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring of sends and recvs. Values are sent from the buffers in which they arrived."""
+    """Ring of sends and recvs. A rank sends a chunk from the buffer in which the chunk arrived."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
         """Emits a send of chunks to the next rank, a receive of the chunks of a later iteration from the previous rank, and a record of
-        this iteration's `event`. Iterations for the last shard do none of this."""
+        this iteration's `event`. In iterations for the last shard, the emitted code does nothing."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -39,7 +39,7 @@ class _ForwardingRing(_Ring):
         branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Emits sends of the first buffer of each pair, and receives into the second one."""
+        """Emits sends of the first buffer of each pair, and receives into the second buffer."""
         channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 

@@ -3,7 +3,7 @@
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p for all_gathers. A schedule tells which reshards it supports, and predicts the time of a loop. Its `Lowering` emits the
+uses schedule p2p for all_gathers. A schedule says which reshards it supports, and predicts the time of a loop. Its `Lowering` emits the
 instructions before the loop, in an iteration, and after the loop.
 """
 

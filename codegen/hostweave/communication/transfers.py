@@ -36,7 +36,7 @@ class Transfers:
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
+        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for the ranks that read from them
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -55,8 +55,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. The caller calls this method as late as possible, because a reader may first need
-        other data from this rank."""
+        """Emits the waits of senders for the ranks that read from them. The caller calls this method as late as possible, because a reader
+        may first need other data from this rank."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -90,10 +90,10 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 
 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
-    """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
+    """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for the receivers.
 
-    A sender signals that its window is ready, and each reader signals after reading. `number` is the signal counter. No other
-    move may use this counter before the waits are emitted.
+    A sender signals that its window is ready, and each receiver signals after reading. `number` is the signal counter. No other move may
+    use this counter before the waits are emitted.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
