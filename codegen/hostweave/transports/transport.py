@@ -1,4 +1,4 @@
-"""Interface of transports, which move the bytes of a channel. Each other file of this folder defines one, as the object `TRANSPORT`."""
+"""Interface of transports, which move the bytes of a channel. Each other file of this folder defines one transport, `TRANSPORT`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
 
-# all transports; transport="auto" uses the first one that supports the instructions on the channel
+# all transports; transport="auto" uses the first transport that supports the instructions on the channel
 PREFERRED = ("two_sided", "peer", "one_sided")
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
