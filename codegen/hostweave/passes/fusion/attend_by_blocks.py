@@ -51,7 +51,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention op or its attention_lse op. The first of the two also emits the blocks that the second one reads."""
+        """Rewrites an attention op or its attention_lse op. The op that comes first also emits the blocks that both read."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

@@ -59,7 +59,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """True for reshards other than local slices, and for reductions over sharded dims, because a reshard of their result follows."""
+        """True for reshards except local slices, and for reductions over sharded dims, because a reshard of their result follows."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -151,7 +151,7 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Consumers of `producer` other than `member` that must join the loop. None if one of them cannot join.
+        """Consumers of `producer` other than `member` that must join the loop. None if one of these consumers cannot join.
 
         A consumer must be streamed like `member`, over the same dim of the value. Its other operands must be available before the loop, or
         computed in the same iteration. If the value is gathered, later consumers that are not streamed read it after the loop.
@@ -392,7 +392,7 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if a gather can be communicated together with the loop's gathers, because one op reads all of them."""
+        """True if a gather can be communicated together with the loop's gathers, because one op reads all the gathered values."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

@@ -167,7 +167,7 @@ class _Decomposition(OpRewriter):
         """Removes a reshard without effect. If possible, the op that computes the operand gets the name and stream of the reshard's result.
         Otherwise `use` replaces the result of the reshard.
 
-        If the operand has other consumers, it is renamed only if the reshard's result is returned. The consumers then read the new name.
+        An operand with other consumers is renamed only if the reshard's result is returned. The consumers then read the new name.
         """
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1

@@ -89,7 +89,7 @@ class _Insertion(OpRewriter):
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
-        """Dtype in which ranks reduce their terms, or None for the dtype of the result."""
+        """Dtype in which ranks reduce their terms. None if this is the dtype of the result."""
         transport = find_transport(DEFAULT)
         needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
         if needed:

@@ -60,7 +60,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a grouped matmul and the next ones. Finds none if another kind of op uses one of these values."""
+        """Finds the values between a grouped matmul and later grouped matmuls. Finds none if another kind of op uses one of them."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

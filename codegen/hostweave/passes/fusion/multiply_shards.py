@@ -15,7 +15,7 @@ becomes
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
 The first iteration reads the rank's own shard in place, and need not wait. The other iterations read the buffer in which the shards of
-peers arrive. The gather stays where it is, and overlaps with the ops before the loop.
+peers arrive. The gather keeps its position, and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator

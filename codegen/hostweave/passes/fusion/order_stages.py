@@ -6,7 +6,7 @@ on the left becomes the order on the right.
     %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))    %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)
     %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)              %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))
 
-A move makes its ranks wait for each other, and each rank executes its ops in order. All ranks use one order, so they cannot deadlock.
+A move makes its ranks wait for each other, and each rank executes its ops in order. All ranks use one order, and therefore cannot deadlock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,8 +61,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: repeatedly picks the op that can start first. If several can, picks a move, or else the op for which the longest
-        chain of dependent ops is shortest. So the backward pass of a micro-batch precedes the forward pass of a later one."""
+        """List scheduling: repeatedly picks the op that can start first. If several ops can, picks a move, or else the op for which the
+        longest chain of dependent ops is shortest. The backward pass of a micro-batch then precedes the forward pass of a later one."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

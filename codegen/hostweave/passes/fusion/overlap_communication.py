@@ -133,7 +133,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
     """Moves sums over ranks, such as gradients of norms, to the end of the body if they overlap with nothing and no large op needs them.
 
-    `group_communications` can then put all these sums into one group. Does nothing in bodies without matmuls.
+    `group_communications` can then put all these all-reduces into one group. Does nothing in bodies without matmuls.
     """
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
@@ -177,7 +177,7 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. An op on a mesh of some ranks cannot: the other ranks would wait for an event that they do not
-    record."""
+    """True if the op can be async. An op on a mesh of some ranks cannot be async, because the other ranks would wait for an event that they
+    do not record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

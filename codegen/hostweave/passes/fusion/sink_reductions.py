@@ -34,7 +34,7 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
     """Moves the reduction of each partial sum past later ops where this saves bytes, or saves communications at equal bytes.
 
-    A reduction does not move past an op whose result the user streams or pins, nor past one whose other operands would then need
+    A reduction does not move past an op whose result the user streams or pins, nor past an op whose other operands would then need
     communication.
     """
     sinking = _Sinking(fusion, options)
@@ -147,7 +147,7 @@ class _Sinking:
 
     def reduced_to(self, name: str) -> Value:
         """The value that a reduction of the terms produces. If the only consumer of the value is a reshard, this is the reshard's result.
-        Otherwise it is the value itself."""
+        Otherwise the reduction produces the value itself."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

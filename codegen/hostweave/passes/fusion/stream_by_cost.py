@@ -24,7 +24,7 @@ from hostweave.tune.overlaps import alternatives, candidates, choice_of
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
     """Streams the ops of the chosen loops. Records a choice for each candidate whose sizes are known.
 
-    If two reshards could share a loop with the same matmul, only the first one does.
+    If two reshards could each form a loop with the same matmul, only the first reshard does.
     """
     if options.overlap == "off":
         return fusion

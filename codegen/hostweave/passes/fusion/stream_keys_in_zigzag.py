@@ -11,7 +11,7 @@ becomes, with S = 8192 and all other sizes known,
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
 Inside the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first
-key piece of each lower rank, and no row sees the second one. The second row piece of a rank sees both key pieces of each higher rank.
+key piece of each lower rank, and no row sees the second piece. The second row piece of a rank sees both key pieces of each higher rank.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads it as a whole.
+"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads the whole stack.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))

@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream. With one
-rank, this removes the branches for chunks of other ranks, and the memory of these chunks.
+Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream. In a
+program of one rank, the branches for chunks of other ranks disappear, and so does the memory of these chunks.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Folds pointwise ops on the result of a matmul into the epilogue of the matmul, if cuBLASLt supports it.
+"""Folds pointwise ops on the result of a matmul into the epilogue of the matmul, if cuBLASLt supports this epilogue.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h
@@ -13,8 +13,8 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
 epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
-Folds ops only if this saves a pass over memory: all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. In
-a sum of several matmuls, each matmul accumulates onto the result of the previous one.
+Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Only such a fold saves a pass over
+memory. In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.
 """
 
 from dataclasses import dataclass, replace
@@ -163,7 +163,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """The kernel without the folded ops. If it still needs the result of the matmul, the result becomes an input."""
+    """The kernel without the folded ops. If the remaining ops read the result of the matmul, the result becomes an input."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)
@@ -172,7 +172,7 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    names: dict[ir.Kernel, str] = {}  # kernel -> its name, for the remaining kernels
+    names: dict[ir.Kernel, str] = {}  # kernel that remains after a fold -> its name
 
     def edit(found: _Folded) -> tree.Body:
         if found.left is None:

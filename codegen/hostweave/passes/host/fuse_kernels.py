@@ -10,8 +10,8 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
 writes %h.
 
-Also merges kernels that read the same elements, if the later launch can move to the position of the earlier one. The pass runs after
-lowering, and so also fuses kernels inside chunk loops and next to communication. Each kernel records why it is not fused further.
+Also merges kernels that read the same elements, if the later launch can move to the position of the earlier launch. The pass runs after
+lowering. Therefore it also fuses kernels inside chunk loops and next to communication. Each kernel records why it is not fused further.
 """
 
 from bisect import bisect_left
@@ -83,7 +83,7 @@ class Links:
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
         """Fuses each launch that fulfils `fits` into all consumers of its results, the last launch first. Returns True if any was fused.
 
-        A fused kernel is tried next, because it may now be fused into its own consumers.
+        After each fusion, tries the fused kernel next, because its own consumers may be able to absorb it.
         """
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
@@ -105,8 +105,8 @@ class Links:
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges one launch into an earlier one that reads the same elements. Returns the places that access memory of the merged launch,
-        or an empty set if no two launches can be merged."""
+        """Merges one launch into an earlier launch that reads the same elements. Returns the places that access memory of the merged
+        launch, or an empty set if no two launches can be merged."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -232,14 +232,14 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is a launch too, and the two launches write adjacent slices of every buffer that both write."""
+        """True if `other` is also a launch, and the two launches write adjacent slices of every buffer that both write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
         return all(self._are_beside(a, b) or self._are_beside(b, a) for a, b in pairs)
 
     def _are_beside(self, first: str, second: str) -> bool:
-        """True if the second view begins where the first one ends, along a dim of the same buffer."""
+        """True if the second view begins where the first view ends, along a dim of the same buffer."""
         one, other = (self.uses.views[name].instruction if name in self.uses.views else None for name in (first, second))
         if not isinstance(one, ir.PartialView) or not isinstance(other, ir.PartialView) or one.src != other.src:
             return False
@@ -302,8 +302,8 @@ class Links:
 def _is_free(kernel: ir.Kernel) -> bool:
     """True if recomputing the result reads no more bytes than loading the stored result.
 
-    This holds for a cast to a dtype that is not narrower, and for a cheap formula. Inputs of the formula that are as large as its result
-    must together have fewer bytes per element than the result.
+    Recomputing is free for a cast to a dtype that is not narrower. It is free for a cheap formula if the inputs that are as large as the
+    result have, together, fewer bytes per element than the result.
     """
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
@@ -334,8 +334,8 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first one. Returns the merged launch, and the instructions that must move before the first one. None
-    if the launches cannot be merged, or have no common operand."""
+    """Merges the later launch into the first one. Returns the merged launch, and the instructions that must move before the first launch.
+    None if the launches cannot be merged, or have no common operand."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))

@@ -81,7 +81,7 @@ class _Grouping:
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts and that can join a group. A barrier cannot join, because it orders other work."""
+    """Communications that an instruction posts and that can join a group. A barrier cannot join a group, because it orders other work."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-Iteration i is on stream i % 4 and uses slot i % 4. So all iterations that use one slot are on one stream, which orders them.
+Iteration i is on stream i % 4 and uses slot i % 4. All iterations that use one slot are therefore on one stream, which orders them.
 """
 
 from dataclasses import replace

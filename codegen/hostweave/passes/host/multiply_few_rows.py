@@ -13,9 +13,9 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another one leaves idle. Other matmuls with a common
-first operand, large weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between
-the matmuls and the kernel move after the kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Other matmuls with a common first
+operand, large weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between the
+matmuls and the kernel move after the kernel.
 """
 
 from collections.abc import Collection, Iterator
@@ -76,7 +76,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """Runs the matmuls concurrently. The first one is on the caller's stream."""
+    """Runs the matmuls concurrently. The first matmul is on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -86,7 +86,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls with the same first operand. The matmuls of a group can move down to the last one and run concurrently."""
+    """Groups of matmuls with the same first operand. The matmuls of a group can move down to its last matmul, and run concurrently."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):

@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before the definition of its first view. It is deallocated as soon as the caller's stream is
-ordered after all its uses, unless no allocation follows. The order of allocates and deallocates is the plan: a buffer may reuse bytes that
-are deallocated above its allocate. Offsets are computed at run time, when sizes are known.
+A buffer is allocated before its first use, or before the definition of its first view. A buffer is deallocated as soon as the caller's
+stream is ordered after all its uses, unless no allocation follows. The order of allocates and deallocates is the plan: a buffer may reuse
+the bytes of buffers whose deallocate precedes its allocate. Offsets are computed at run time, when sizes are known.
 """
 
 from collections import defaultdict

@@ -19,15 +19,15 @@ If the loop body computes the source of the copy, the computation writes directl
       group { ... }                                }
     }
 
-If the destination is read after the loop, as a part of the gathered value, the copy is not removed. It moves to the end of the body, where
-no instruction waits for it:
+If the destination is read after the loop, as a part of the gathered value, the copy moves to the end of the body. No instruction waits for
+it there:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-If a branch has several copies, the pass tries the last one first. A copy is kept if the layouts differ, or if an instruction must still
+If a branch has several copies, the pass tries the last copy first. A copy is kept if the layouts differ, or if an instruction must still
 read the destination. A `choose` view has two alias roots, so the pass runs after the passes that need one root per name.
 """
 

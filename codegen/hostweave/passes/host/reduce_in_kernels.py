@@ -96,7 +96,7 @@ class _Reducing:
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
         """True if the kernel of the collective may do the work of the consumer. No array of the consumer may be larger than the result of
-        the collective, because few thread blocks of such a kernel run at once.
+        the collective, because a kernel with a collective has few thread blocks.
 
         The consumer must not read the block that is sent, because in the kernel this buffer stands for the blocks of all ranks.
         """

@@ -12,8 +12,8 @@ If the source and destination of a copy share memory, the copy is removed. A ker
 writes to the destination. An instruction may write a result over an operand if each element of the result depends only on operand elements
 at the same index, as `may_overwrite` decides. A matmul may write over the buffer onto which it accumulates.
 
-Some results must be in the memory of a donated input. Such a result is computed in that memory if all reads of the input precede the
-computation. Otherwise the result is copied there at the end.
+Some results must be in the memory of a donated input. Such a result is computed in the input's memory if all reads of the input precede the
+computation. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -179,7 +179,7 @@ class _Sharing:
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if stream order, a join or a fork ensures that the instruction at `other` ends before the one at `place` runs."""
+        """True if stream order, a join or a fork ensures that the instruction at `other` ends before the instruction at `place` runs."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -205,7 +205,7 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views after an allocate through which `name` is defined, in order. None if they cannot move before the allocate."""
+        """Views after an allocate through which `name` is defined, in order. None if the views cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
@@ -224,7 +224,7 @@ class _Sharing:
         return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
-        """Removes views, together with instructions that were inserted before them. Returns all of these."""
+        """Removes views, together with instructions that were inserted before them. Returns all removed instructions."""
         moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)

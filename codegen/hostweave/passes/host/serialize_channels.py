@@ -58,7 +58,7 @@ def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> 
 
 
 class _Turns:
-    """Makes communications wait for one event, and record it afterwards."""
+    """Makes communications wait for one event, and record the event afterwards."""
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event

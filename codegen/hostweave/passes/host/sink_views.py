@@ -22,7 +22,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Replaces equal views of several instructions, or of all iterations of a loop, by one view before them.
+    """Replaces equal views in several instructions, or in all iterations of a loop, by one view before these instructions or this loop.
 
     At least one of the equal views must be outside of all conditions, because a condition may keep the index of a view in range.
     """

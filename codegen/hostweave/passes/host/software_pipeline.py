@@ -14,7 +14,7 @@
                                                       }
 
 Communications on different channels run in issue order (`serialize_channels`). With the new order, the all_gather of an iteration overlaps
-with the computation of the previous one. The order on each stream, and on each channel, does not change.
+with the computation of the previous iteration. The order on each stream, and on each channel, does not change.
 """
 
 from collections import deque

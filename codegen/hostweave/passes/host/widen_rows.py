@@ -94,7 +94,7 @@ class _Rows:
         yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
 
     def copy(self, old: str, is_result: bool, at: ir.Matmul, before: list[tree.Instruction], after: list[tree.Instruction]) -> str:
-        """Copies an operand to memory with aligned rows before the matmul, or a result from there after it. Returns the new matrix."""
+        """Copies an operand to memory with aligned rows before the matmul, or a result from it after the matmul. Returns the new matrix."""
         type, turned = self.uses.types[old], None
         if rows_of(type)[0] == -2:  # the rows in memory are the columns of the matrix
             rank = len(type.shape)

@@ -19,7 +19,7 @@ class Asynchronous:
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> its event, or "" if it has none
+        self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> its event, or "" if no op reads the value
         self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> the event of the copy
         # value that the caller's stream sums from terms after its wait -> functions that emit the sums
         self.sums: dict[str, list[Callable[[], None]]] = {}

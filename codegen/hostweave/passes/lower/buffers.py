@@ -40,7 +40,7 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """Buffer or view that contains a whole value. Allocates or defines it on first use."""
+        """Buffer or view that contains a whole value. Allocates the buffer, or defines the view, on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -239,7 +239,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Views of the borders that a pad adds. Borders along a dim exclude those along earlier dims, so that no two overlap."""
+    """Views of the borders that a pad adds. Borders along a dim exclude the borders along earlier dims, so that no two borders overlap."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

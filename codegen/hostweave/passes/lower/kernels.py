@@ -1,5 +1,5 @@
-"""Makes the kernels that lowering launches: one per op, and others that reduce terms or multiply ints. Ops that differ only in names share
-a kernel."""
+"""Makes the kernels that lowering launches: one kernel per op, and kernels that reduce terms or multiply ints. Ops that differ only in
+names share a kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -78,7 +78,7 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in other memory in later calls
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # later calls pass other memory
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given

@@ -34,7 +34,7 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> its view, for which memory is allocated; the value's op writes into this memory
+    inverse_view: dict[str, Op]  # value -> its view, which gets memory; the op of the value writes into the memory of the view
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; their shards are stored contiguously
 

@@ -64,7 +64,7 @@ class RepeatLowering:
         for number in whole:
             memory = self.memories.get(used[number], "")
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
-            if any(not self.is_updated(function, at, number) for at in taken):  # a call would overwrite an operand that it reads
+            if any(not self.is_updated(function, at, number) for at in taken):  # the call would overwrite one of its operands
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         with b.loop(depth) as index:
             at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
@@ -91,7 +91,7 @@ class RepeatLowering:
     # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
-        """Buffer for the stacked results of all calls. This is the memory of the donated input if nothing reads the input later."""
+        """Buffer for the stacked results of all calls. The buffer is the memory of the donated input if nothing reads the input later."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the output parameter

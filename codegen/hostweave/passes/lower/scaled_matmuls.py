@@ -122,7 +122,7 @@ class ScaledMatmuls:
         return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
-        """Copies the scales [R, C] of a matrix [M, K] to the layout of cuBLASLt if they have another one.
+        """Copies the scales [R, C] of a matrix [M, K] to the layout of cuBLASLt if they have another layout.
 
         A vector of scales is contiguous. Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED
         elements.
