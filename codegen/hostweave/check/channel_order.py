@@ -5,8 +5,8 @@ Devices may start unordered communications in a different order on every rank. K
 peers can then deadlock. Unordered communications could also overwrite each other's element counts, because all
 streams of a rank share the memory of these counts.
 
-Signals are only counted, so a wait cannot tell a signal from another one that overtook it. A CUDA graph may execute its branches one after
-another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
+Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
+one after another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
 """
 
 from collections import defaultdict
@@ -22,9 +22,9 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last communication that the rank has posted. The stream orders it after earlier ones.
+    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede it.
 
-    A communication library orders its own communications on one channel. It does not order generated kernels that exchange data.
+    A communication library orders its own communications on one channel. The library does not order generated kernels that exchange data.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class PostedCommunications:
 
 
 def is_signal_or_wait(part: Operation) -> bool:
-    """True for a signal or a wait. A rank issues these in a fixed order."""
+    """True for a signal or a wait. A rank must execute its signals and waits in a fixed order."""
     return isinstance(part.instruction, ir.Signalled)
 
 
@@ -69,7 +69,7 @@ class SignalOrder:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs (earlier, later) of a rank's communications that must be ordered, but are concurrent: no stream or event orders them."""
+    """Pairs (earlier, later) of a rank's communications that must be ordered, but that no stream or event orders."""
     operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
     # one rank at a time, to keep clocks short: a clock has an entry for each stream of each rank
     for operations in reversed(operations_by_shape.values()):

@@ -41,8 +41,8 @@ def check(
 
     A fault is one of these:
 
-    - Two accesses of the same bytes, one of them a write, are not ordered by a stream, an event or arriving data. The caller's accesses
-      before and after the call count, too.
+    - Two accesses of the same bytes, of which at least one is a write, are not ordered by a stream, an event or arriving data. The caller's
+      accesses before and after the call are included.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
     - A rank does not order two communications on different channels, or on one channel if a generated kernel does one of them.
@@ -143,7 +143,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Raises ProgramError if two accesses of one task overlap and one is a write. Accesses of one task are concurrent."""
+        """Raises ProgramError if two accesses of one task overlap and one is a write. All accesses of one task are concurrent."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
@@ -169,7 +169,7 @@ class _Checker:
         return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Raises the error of a race. The message names the later operation first, because it should have waited for the other one."""
+        """Raises the error of a race. The message names the later operation first, because it should have waited for the earlier."""
         if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
             task_access, conflict = conflict, task_access
         part, access, other = task_access.part, task_access.access, conflict.part

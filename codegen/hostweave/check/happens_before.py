@@ -1,8 +1,8 @@
 """Happens-before: simulates the operations of all ranks in one legal order, and computes for each the earlier operations that are known to
 have ended.
 
-A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started and, on a
-rendezvous transport, its receivers too.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started. On a
+rendezvous transport, its receivers must have started, too.
 
 Two orders are used. The order that finds races consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
 that streams, events and arriving data prove to have ended. The order that finds deadlocks also contains the order in which a rank posts its
@@ -37,12 +37,12 @@ class Task:
     operation: Operation
     stream_id: int
     number: int
-    needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, each with the reason
+    needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
     waits: list[Task] = field(default_factory=list)  # the tasks of `needs_end_of` that are on other streams
-    needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this one ends
-    start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this one in `needs_start_of`
+    needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
+    start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_start_of`
     arrivals: list[Arrival] = field(default_factory=list)
-    end_needed_by: list[Task] = field(default_factory=list)  # tasks that have this one in `needs_end_of`
+    end_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_end_of`
     missing_ends: int = 0  # number of tasks in `needs_end_of` that have not ended
     missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False

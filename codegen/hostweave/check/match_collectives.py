@@ -148,7 +148,7 @@ def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
-    """Key of a collective. It must be equal on all ranks."""
+    """Key of a collective. The key must be equal on all ranks."""
     instruction = part.instruction
     moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # only the root passes the other buffer
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))

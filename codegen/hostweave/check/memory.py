@@ -60,8 +60,8 @@ def _byte_blocks(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks are recorded in an order that respects happens-before. For each piece, the last write is kept, and the last read after it on each
-    stream. A task that is ordered after these accesses is also ordered after all earlier accesses.
+    Tasks are recorded in an order that respects happens-before. For each piece, the last write is kept, and for each stream the last read
+    after this write. A task that is ordered after these accesses is also ordered after all earlier accesses.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):

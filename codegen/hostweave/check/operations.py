@@ -47,7 +47,7 @@ class ByteLayout:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """Layout of a strided view. Merges dims where possible; the contiguous ones become the run."""
+    """Layout of a strided view. Merges dims where possible; contiguous dims become the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -76,7 +76,7 @@ class ByteRegion(NamedTuple):
     root: str
     offset: int  # bytes
     layout: ByteLayout
-    generation: int  # the written generation, or the first readable one
+    generation: int  # the written generation, or the first generation that may be read
     last: int = ALWAYS  # the last readable generation
 
 
@@ -104,8 +104,8 @@ class Operation:
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the other side of a send or recv, or of the root of a collective
     members: tuple[Operation, ...] = ()  # operations of a group
-    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before it starts
-    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate on each stream whose bytes it may reuse
+    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this operation starts
+    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate on each stream whose bytes the allocate may reuse
 
     @property
     def communications(self) -> tuple[Operation, ...]:

@@ -72,8 +72,8 @@ SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
-    """Binds instructions: converts each to a function that executes it on a rank. All ranks with equal local sizes share the functions, so
-    that types are evaluated and expressions compiled only once."""
+    """Binds instructions: converts each instruction to a function that executes the instruction on a rank. All ranks with equal local sizes
+    share the functions, so that types are evaluated and expressions compiled only once."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -434,7 +434,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: Run) -> None:
         outer = run.steps
         run.iterations += count
-        if run.iterations > MAX_STEPS:  # all operations of a rank are in memory, so their number must be limited
+        if run.iterations > MAX_STEPS:  # the number must be limited, because all operations of a rank are in memory
             why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

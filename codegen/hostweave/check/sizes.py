@@ -24,7 +24,7 @@ SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number of which it must be 
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}.
 
-    A size that is a trip count is so large that each stream is used at least twice. Dims are sharded evenly if possible.
+    If a size is a trip count, the size is so large that the loop uses each stream at least twice. Dims are sharded evenly if possible.
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
@@ -56,7 +56,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # makes the first symbol a multiple of the divisor, which suffices; for a size with one symbol, this is also necessary
+            # a multiple of the divisor as the first symbol suffices; for a size with one symbol, it is also necessary
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -98,7 +98,7 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # symbol -> the bounds that can be tested once it is chosen, because their other symbols come earlier in `names`
+    # symbol -> the bounds that can be tested once its size is chosen, because the other symbols of the bound come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -124,7 +124,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 
 
 MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
-MAX_ENLARGED_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
+MAX_ENLARGED_ELEMENTS = 2**14  # above this number of elements, a dim is enlarged only if it adds few elements
 NEAR_FACTOR = 64  # largest factor, relative to minimal sizes, at which a change of a condition counts as near
 MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 
@@ -133,7 +133,7 @@ MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the num
 def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
     """Small sizes to check: even sizes, uneven sizes if the program allows them, and larger sizes at which conditions on sizes change.
 
-    Ignores conditions that change only at sizes more than `max_factor` times the minimal ones.
+    Ignores conditions that change only at sizes of more than `max_factor` times the minimal sizes.
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
@@ -146,7 +146,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
         changes.append({name: factor for name, factor in found.items() if 1 < factor <= max_factor})
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
-        # few symbols are enlarged: one for each condition, and the same one for several conditions if possible
+        # few symbols are enlarged: one symbol for each condition, and the same symbol for several conditions if possible
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
@@ -156,8 +156,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """The program with its conditions for large sizes inverted, so that branches for large sizes run at small sizes. Such a condition
-    changes only at sizes more than `max_factor` times the minimal ones. None if there is no such condition."""
+    """Inverts conditions for large sizes, so that the branches for large sizes run at small sizes. A condition is for large sizes if it
+    changes only at sizes of more than `max_factor` times the minimal sizes. None if there are none."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:

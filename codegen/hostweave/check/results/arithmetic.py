@@ -20,7 +20,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp is a random function, or one with exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp is any random function, or a random function with exp(a + b) = exp(a) exp(b)
 
 
 def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
@@ -54,7 +54,7 @@ def results_of_kernel(
 
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    """Converts indices to i64, and takes them modulo the dim. In a program, an index out of range is an error."""
+    """Converts indices to i64, modulo the size of the dim."""
     positions: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return positions
 

@@ -1,8 +1,8 @@
-"""Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this.
+"""Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this rule.
 
 An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm also stores
-its argument. Sums and selections keep this argument, so that exp(log(y) + x) = y exp(x). This exp does not depend on b and so hides
-differences; therefore the shadows (f64 values) are compared too.
+its argument. Sums and selections keep this argument, so that exp(log(y) + x) = y exp(x). This exp does not depend on b, so a difference in
+b can be lost. Therefore the shadows (f64 values) are compared too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):
-    """A float with five parts: shadow, a, b, c and d. If it is a logarithm, c + d e is its argument. Otherwise c is 0."""
+    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm, c + d e is its argument. Otherwise c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

@@ -1,6 +1,6 @@
 """The field of integers modulo a prime. Its elements are stored as uint64.
 
-Sums and products are exact, so their order does not matter. `hashed` is a random function: equal elements give equal results.
+Sums and products are exact, so the order of operations does not matter. `hashed` is a random function: equal elements give equal results.
 """
 
 import threading
@@ -21,7 +21,7 @@ _HALF = np.uint64(13)  # bits of half an element, which has 26
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
 _FEW_TERMS = 16  # up to this number of terms per sum, NumPy's loops are faster than BLAS
-_SMALL = 2**14  # up to this number of multiplications, NumPy's loops are faster too
+_SMALL = 2**14  # up to this number of multiplications, NumPy's loops are faster than BLAS too
 _LONG = 64  # from this length of a contiguous dim on, the loops of einsum are faster than those of matmul
 _MANY = 1000
 _FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
@@ -64,7 +64,7 @@ def _scratch_like(x: Elements) -> Elements:
 
 def reduced(x: Any) -> Elements:
     """Reduces 64-bit numbers modulo the prime. Reduces an array of more than `_MANY` numbers in place, by a division and a product, because
-    a remainder takes longer."""
+    NumPy's remainder takes longer."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements

@@ -1,6 +1,6 @@
 """NumPy's functions for arrays with lanes.
 
-The references of ops and instructions get NumPy as an argument. With `LANES` in its place, they compute all lanes at once.
+The references of ops and instructions get NumPy as an argument. If they get `LANES` instead, they compute all lanes at once.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows, but treats numbers with equal elements as equal, because they are the same number, computed in two ways."""
+    """Compares shadows, but treats numbers with equal elements as equal: such numbers are one number, computed in two ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

@@ -144,7 +144,7 @@ class FieldRanks:
         return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if the rank can proceed. It can always post the data of a communication, but receives only once all sources have posted."""
+        """True if the rank can proceed. A rank can always post its data, but it can receive only once all sources have posted."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
@@ -328,7 +328,7 @@ class _Queue:
                 return
 
     def advance(self) -> None:
-        """Advances to the next operation. A communication takes two steps: it posts, then it receives."""
+        """Advances to the next operation. A communication takes two steps: the rank posts its data, then it receives."""
         if self.communications and not self.is_one_sided and not self.is_posted:
             self.is_posted = True
         else:

@@ -60,7 +60,7 @@ class Difference:
 
 def _seeds(elements: float, has_integers: bool) -> int:
     """Number of seeds, larger for small programs. A mistake such as a wrong bound of a comparison shows only for numbers between the wrong
-    and the right bound. Such numbers are rarest among integers, so programs with integers have the most seeds."""
+    and the right bound. Such numbers are rarest among integers, so programs with integers get the most seeds."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
