@@ -35,7 +35,7 @@ def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> b
 
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul that is slow because it is not aligned. None for other instructions, or if sizes are unknown."""
+    """Describes a matmul that is slow because its sizes or rows are not aligned. None for other instructions, or if sizes are unknown."""
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}

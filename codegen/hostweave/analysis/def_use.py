@@ -1,7 +1,7 @@
 """Def-use of a host program: the instructions that read and write each buffer, and their streams.
 
-In programs that passes transform, all names are unique. In other programs, two bodies may use one name for different buffers; a lookup then
-finds the last one.
+In programs that passes transform, all names are unique. In other programs, two bodies may use one name for different buffers; a lookup of
+the name then finds the last buffer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DefUse:
 
     def is_whole(self, name: str) -> bool:
         """True if a buffer covers all of its parameter or allocation, with the elements in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # stops at an output in donated memory, which covers all of it
+        while (source := self.roots.source(name)) and name in self.views:  # an output covers all of its donated input
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source
@@ -144,7 +144,7 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
-        """True if the order of two sets of instructions matters: one set writes memory that the other reads or writes."""
+        """True if the order of two sets of instructions matters, because one set writes memory that the other set reads or writes."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))

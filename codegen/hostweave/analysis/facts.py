@@ -1,4 +1,4 @@
-"""Invariants of the host IR. `pipeline.py` lists the passes between which each invariant holds, and checks it there after every pass.
+"""Invariants of the host IR. `pipeline.py` lists the passes between which each invariant holds, and checks it after each of these passes.
 
 Each function raises ProgramError if its invariant does not hold.
 """
@@ -22,7 +22,7 @@ def kernels_are_single(program: ir.HostProgram) -> None:
 
 
 def nothing_is_freed(program: ir.HostProgram) -> None:
-    """No memory is freed before `plan_memory`. So passes may move and fuse instructions without checking for reused bytes."""
+    """No memory is freed before `plan_memory`. Earlier passes need not check for reused bytes when they move and fuse instructions."""
     for i in program.instructions():
         if names := tree.names(i, "free"):
             raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)

@@ -93,7 +93,7 @@ class _Dims:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """The outermost dim that contains `dim`, or `last` if this is one of the containing dims."""
+        """The outermost dim that contains `dim`. Returns `last` instead if `last` contains `dim`."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
@@ -111,7 +111,7 @@ def _label(dim: DimOfValue) -> str:
 def _iteration(kernel: Kernel) -> Iteration:
     types = kernel.types
     shared = _Dims()
-    joined = [  # operands of concats and pads, each with its start per dim
+    joined = [  # operands of concats and pads, each with the start of its part per dim
         (op, *pair)
         for op in kernel.ops
         if (begin := OPS[op.kind].parts)
@@ -153,7 +153,7 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
     """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has further ops except for the iota of this op's rows.
-    Also raises it if the kernel computes or iterates over a value that is read at data-dependent positions."""
+    Also raises NotOneKernel if the kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
@@ -293,8 +293,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if element i of a result depends only on element i of an input. The two may then share memory.
 
-    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. No
-    other thread may then read the input.
+    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. The
+    two may then share memory only if no other thread reads the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand

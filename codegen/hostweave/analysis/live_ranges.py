@@ -1,8 +1,8 @@
-"""Live ranges of a host program's temporaries. `prepare` uses them to lay out the arena, and reports print them.
+"""Live ranges of a host program's temporaries. `prepare` uses the live ranges to lay out the arena, and reports print them.
 
-An `allocate` in a stream block makes one buffer per stream; elsewhere it makes one buffer. The buffer lives until its `deallocate`, or
-until the end of its body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes.
-If the freed buffer belongs to a stream, only buffers of the same stream may reuse its bytes until the streams are joined.
+An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of its
+body. Temporaries of a function live within each call. A buffer that is allocated later in program order may reuse the bytes. If the freed
+buffer belongs to a stream, only buffers of the same stream may reuse its bytes until the streams are joined.
 """
 
 from __future__ import annotations
