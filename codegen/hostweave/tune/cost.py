@@ -1,8 +1,8 @@
 """Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
 
-A matmul takes the time of its waves of tiles, or the time to read its operands if that is longer. Any other op takes the time to read its
-operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated as two queues, one of
-matmuls and one of communications, whose items start as soon as their operands are ready.
+A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Any other op takes the time to read
+its operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated as a queue of matmuls
+and a queue of communications. The next item of a queue starts as soon as its operands are ready.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TILES = (
 )
 SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split if there are few tiles
 # Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
-# outer products is slower, because it first transposes its rows.
+# outer products is slower, because it first transposes the rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
 SATURATING_SHARE = 0.85  # smallest fraction of the multiprocessors whose reads reach the full memory bandwidth
@@ -187,8 +187,8 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
     """Extra seconds of an attention with sharded keys, as (with gathered keys, with one block of keys per rank).
 
-    With gathered keys, these are the start of a second gather, for the values, and copies of the gathered keys to the layout of attention.
-    With blocks, a rank packs its own keys and values, and combines all results. `gathered` and `result` are in bytes.
+    With gathered keys, the extra work is the start of a second gather, for the values, and copies of the gathered keys to the layout of
+    attention. With blocks, a rank packs its own keys and values, and combines all results. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)

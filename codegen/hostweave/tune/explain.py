@@ -103,7 +103,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
-    """Text that says how much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
+    """Text that says how much of a communication other ops could hide, if this time is too short for a separate stream. Otherwise ""."""
     could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
     if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""
@@ -137,7 +137,7 @@ def times_of(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Reason why a faster alternative was not chosen: it gains too little, or the user requested another one."""
+    """Reason why a faster alternative was not chosen: it gains too little, or the user requested another alternative."""
     is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.chosen.micros))
     return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 

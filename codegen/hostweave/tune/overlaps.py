@@ -97,10 +97,10 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op consumes the gathered
-        value before one of them. Later consumers read the value after the loop.
+        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op consumes the gathered value
+        before one of these matmuls. Later consumers read the value after the loop.
 
-        All operands of these matmuls must be computed before the first of them.
+        All other operands of these matmuls must be computed before the first matmul.
         """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
@@ -211,7 +211,7 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
-    A collective is always possible. If ranks can access each other's memory, so are copy engines: ranks put operands that are not in
+    A collective is always possible. Copy engines are possible if ranks can access each other's memory: ranks put operands that are not in
     windows, and get operands that are in windows. With one chunk per rank, the shards of a matmul operand stay separate, and a loop of
     matmuls reads them.
     """
@@ -273,8 +273,8 @@ def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest one if it gains enough over sequential
-    execution.
+    """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest alternative if it gains enough over
+    sequential execution.
 
     Raises ProgramError if the stated alternative is not possible.
     """
@@ -295,8 +295,8 @@ def min_gain(sequential: float) -> float:
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop: those between the op that computes its operand and its first
-    consumer."""
+    """Seconds of the ops that can overlap with a reshard outside of a loop: the ops between the op that computes the operand of the reshard
+    and the first consumer of its result."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
