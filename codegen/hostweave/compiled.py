@@ -114,7 +114,7 @@ class Compiled:
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
-        """Makes a report of the timelines. It also shows the fusion as a graph, and the changes that each pass made."""
+        """Makes a report of the timelines. The report also shows the fusion as a graph, and the changes that each pass made."""
         from hostweave.timeline.graph import changes_of, graph_of
         from hostweave.timeline.report import Report
 
@@ -185,7 +185,7 @@ class Compiled:
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
     """Lowers a program, verifies it after every pass, and checks it for races and deadlocks, unless `options.check` disables that.
 
-    Raises ProgramError if one of these fails, and for options that do not apply to the program.
+    Raises ProgramError if lowering or a check fails, and for options that do not apply to the program.
     """
     begin = perf_counter()
     host = lower(given, options)

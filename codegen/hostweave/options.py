@@ -36,7 +36,7 @@ class Options:
       the figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
-    - `tf32`: f32 matmuls round their operands to TF32, which has 10 bits of mantissa, and accumulate in f32. This is several times faster
+    - `tf32`: f32 matmuls round their operands to TF32, which has 10 bits of mantissa, and accumulate in f32. TF32 is several times faster
       on tensor cores. The CPU target computes in f32.
     - `transport`: how bytes travel between ranks.
       - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
@@ -62,8 +62,8 @@ class Options:
       gives them, or if the library's allocator returns memory that was freed.
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
-      3, 5, 9, 17 and so on, at least every 4096 calls. Calls are graphs until the next decision if, on every rank, nearly all calls since
-      the last decision used arrays of earlier calls. Then calls with new arrays are graphs, too.
+      3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last decision used arrays of earlier calls, on every
+      rank, all calls until the next decision are graphs. This includes calls with new arrays.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
@@ -100,7 +100,7 @@ class Options:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Allowed transports in the order of preference. Those that the machine does not support come last."""
+        """Allowed transports in the order of preference. Transports that the machine does not support come last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 
@@ -137,7 +137,7 @@ class Options:
 
 
 def options_of(options: object, program: str) -> Options:
-    """Returns the options, or the defaults if they are None. Raises ProgramError with the program's name if they are not hw.Options."""
+    """Returns the options, or the defaults for None. Raises ProgramError with the program's name for any other object."""
     if not isinstance(options, Options | None):
         raise ProgramError(f"{program}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
     return options or Options()

@@ -46,8 +46,8 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. Variants refer to this object, not to each other, so no variant keeps another one
-    alive."""
+    """Identity that a program shares with its variants. Variants refer to this object, not to each other, so no variant keeps another
+    variant alive."""
 
 
 class Running:
@@ -214,7 +214,7 @@ class Running:
         return local if isinstance(local, LocalProgram) else None
 
     def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
-        """Creates the program on this rank. If a rank has several threads, the first one that calls it creates it."""
+        """Creates the program on this rank. If a rank has several threads, the first thread that calls the program creates it."""
         compiled = self.compiled
         with group.calling:
             if (local := self._local_in(group)) is None:

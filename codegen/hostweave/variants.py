@@ -13,7 +13,7 @@ from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
 
-MOST_PER_GROUP = 16  # maximum number of variants for particular sizes in a group; each has its own memory
+MOST_PER_GROUP = 16  # maximum number of variants for particular sizes in a group; each variant has separate memory
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -32,8 +32,8 @@ R = TypeVar("R", bound=Runner)
 class Variants(Generic[R]):
     """The variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
 
-    All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says how a variant differs.
-    Iteration yields all variants that exist.
+    All ranks know the information that selects a variant, so all ranks select the same variant. `Compiled.variant` says how a variant
+    differs. Iteration yields all variants that exist.
     """
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
@@ -83,7 +83,7 @@ class Variants(Generic[R]):
         are impossible.
 
         Each owner, a group or the runner of all ranks, keeps the variants for its last few sizes. All ranks of a group make the same calls,
-        and so keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
+        and therefore keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())
