@@ -1,8 +1,8 @@
 """Causal bf16 attention, forward and backward, against torch with cuDNN.
 
 Cases have 32 heads of queries and 8 of keys (Llama 3 8B), or 8 of queries and one of keys (a rank of Llama 3 70B at TP 8). Other cases
-shard the sequence over two GPUs, in order and in zigzag. Zigzag balances the work. Operands are [S, B, H, D]. Times are medians of
-alternating measurements, without host time.
+shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has a piece of the first half of the sequence and one of the
+second half, so both have equal work. Operands are [S, B, H, D]. Times are medians of alternating measurements, without host time.
 """
 
 from __future__ import annotations

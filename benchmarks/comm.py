@@ -1,6 +1,6 @@
 """Host time and bandwidth of every kind of communication, each as a program of one instruction, compared with direct NCCL calls.
 
-Both variants are programs in this process. For the direct NCCL calls, these calls replace the generated body of `run`.
+Both variants are compiled programs in this process. In the variant with direct calls, the NCCL calls replace the generated body of `run`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     ranks = len(gpus())
     print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
     for name, (*_, calls) in COMMUNICATIONS.items():
-        # Without the compiler's check, because a reduce writes the output of only one rank.
+        # The check is off, because it rejects a reduce, which writes the output of only one rank.
         program = hw.compile(hw.HostProgram.parse(text_of(name, ranks)), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():

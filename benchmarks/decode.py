@@ -2,9 +2,9 @@
 
 Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)) and ends with an all_reduce. Shapes are those of Llama 3: 8B on one GPU,
 and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays.
-Printed times are milliseconds per call of the slowest rank: the median over series of calls that all ranks start together. One variant of
-Hostweave uses measured algorithms, as torch.compile does. A lower bound is the time of a copy that reads and writes as many bytes as the
-weights have. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` runs one number of tokens.
+Printed times are milliseconds per call of the slowest rank: the median over series of calls that all ranks start together. In one variant,
+Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the time of a copy that reads
+and writes as many bytes as the weights have. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` runs one number of tokens.
 """
 
 from __future__ import annotations

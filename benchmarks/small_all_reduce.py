@@ -1,6 +1,6 @@
 """All-reduces of few rows with residual and norm, against torch and FlashInfer.
 
-The peers in torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
+The variants of torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
 residual and norm. The kernel runs if flashinfer-python is installed, and is compiled at the first use.
 
 A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a CUDA
