@@ -228,7 +228,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 
 
 def test_channels_of_a_program_whose_block_has_events() -> None:
-    """The program and its block both declare events for the order of channels. The analysis of a call also finds the block's events."""
+    """If a program with a block is split into bodies, the body that calls the block also declares the block's events."""
     text = """\
 function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)

@@ -201,7 +201,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """A gather that overlaps with nothing uses copy engines if they are faster than NCCL, or if another gather of the program uses
+    """A gather that overlaps with nothing uses copy engines if they are faster than NCCL, and if another communication of the program uses
     them."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
@@ -230,12 +230,13 @@ def test_sums_that_kernels_may_add_up() -> None:
     ):
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
-    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # now the gather overlaps
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # now a gather overlaps too
 
 
 @pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])
 def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, columns: int, is_beside: bool) -> None:
-    """If a gather overlapped with a product, kernels could not compute the sums of the program, and NCCL would be slower."""
+    """If a gather overlapped with a product, NCCL would compute the sums of the program, instead of faster kernels. The pass weighs this
+    loss against the gain."""
     inputs = "%x: bf16[16, 64@x], %w: bf16[64@x, 64], %u: bf16[4096, 4096], %s: bf16[N@x, N]"
     ops = "\n".join(
         f"""%p{i}: bf16[16, 64] partial(sum, x) = matmul({f"%y{i - 1}" if i else "%x"}, %w)
@@ -290,7 +291,8 @@ def test_a_reduce_scatter_that_overlaps_with_products() -> None:
 
 
 def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
-    """An optimizer's update is a call without large ops. The product of its gradient fills the time of the next communication."""
+    """Only an optimizer's update, a call without large ops, uses %dw. The matmul of %dw moves down, where it overlaps with the next
+    communication."""
 
     @hw.block(w=hw.bf16["N@x", "K"], gradient=hw.bf16["N@x", "K"])
     def update(w: hw.Tensor, gradient: hw.Tensor) -> hw.Tensor:

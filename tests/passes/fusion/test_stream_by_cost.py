@@ -154,7 +154,7 @@ def test_a_sum_is_fused_with_its_consumer() -> None:
         (choice,) = stream_by_cost(fusion(given, more, "x=2"), Options(sizes=LARGE)).choices
         micros.append({one.name: one.micros for one in choice.alternatives})
     alone, behind = micros
-    moved = 2 * 8192 // 2 * 7168 * 2 / H200.memory * 1e6  # microseconds
+    moved = 2 * 8192 // 2 * 7168 * 2 / H200.memory * 1e6  # microseconds to write and read the sum
     assert alone["put(4)"] - behind["put(4)"] == pytest.approx(moved + H200.launch * 1e6, abs=0.2)
     assert (alone["none"], alone["p2p(2)"]) == (behind["none"], behind["p2p(2)"])
 

@@ -271,8 +271,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Each computes common values from the inputs, so that
-    no kernel writes them."""
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Of the values that both need, only %x is written to
+    memory. Each kernel computes the other values again."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
@@ -321,7 +321,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
-    """Two kernels are fused although an asynchronous gather is between them, because only a later matmul uses its result."""
+    """Two kernels are fused although a copy on another stream is between them, because the copy writes another buffer."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
@@ -536,8 +536,7 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_numbers_that_are_computed_with_are_not_the_rows_of_a_lookup(rows: int) -> None:
-    """Row numbers that a lookup takes from an iota are the same op as row numbers that a kernel computes with. For one row, no index
-    distinguishes the two."""
+    """The indices of this lookup are an iota over the rows. The lookup returns all rows, even if there is only one."""
 
     @hw.fusion(x=hw.f32[rows, "N"])
     def looked_up(x: hw.Tensor) -> hw.Tensor:

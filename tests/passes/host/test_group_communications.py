@@ -103,10 +103,10 @@ def test_ops_between_two_communications_move_before_the_group() -> None:
     "body",
     [
         "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # different channels
-        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # the second reads the result of the first
+        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # the second all_reduce reads the result of the first
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
         "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write to the same buffer
-        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # the second writes to a buffer that the first reads
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # the second all_reduce writes what the first reads
         "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # the kernel reads received data
         # The kernel overwrites data that is sent.
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
@@ -153,7 +153,8 @@ def test_a_group_has_at_most_the_calls_that_its_transport_accepts() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_program_with_groups(ranks: int) -> None:
-    """Gathers, reductions and reduce-scatters in common groups, with even and uneven sizes. The results of all ranks are compared."""
+    """Two all-reduces, a reduce-scatter and two gathers are in one group. The results of all ranks are compared, for even and uneven
+    sizes."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), u=hw.f32["M@x", "K"], v=hw.f32["M@x", "L"])
     def shared(u, v):

@@ -136,7 +136,7 @@ def test_a_copy_that_is_needed_stays(case: str) -> None:
 
 
 def test_a_choice_accesses_only_the_selected_buffer() -> None:
-    """Writing to one of two buffers during a read of `choose` is a race only on the rank that selects this buffer."""
+    """A concurrent write to one of the two buffers of a `choose` is a race only on the rank that selects this buffer."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
   fork ring

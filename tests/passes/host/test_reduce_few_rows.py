@@ -80,7 +80,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
-    """Two of three consecutive sums become one kernel. A former defect fused the middle sum with both others, and lost the middle sum."""
+    """A former defect fused the middle one of three consecutive sums with both other sums, and lost it."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)
