@@ -152,7 +152,8 @@ def test_llama(ranks: int, dtype: DType) -> None:
 
 
 def test_32_layers_of_llama() -> None:
-    """All layers are one function, with two gathers and two reduce-scatters, that is called 32 times. Compilation takes a few seconds."""
+    """All layers are one function with two gathers and two reduce-scatters, which is called in a loop. Lowering takes less than 5 seconds
+    of CPU time."""
     fusion = load_file(EXAMPLES / "llama.py").llama
     started = time.process_time()  # CPU time, because it does not depend on other processes
     host = lower(fusion, Options())
@@ -167,7 +168,7 @@ def test_32_layers_of_llama() -> None:
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
-    """Both IRs have as many lines for 128 layers as for 8, and lowering and the check take as long."""
+    """Both IRs have as many lines for 128 layers as for 8. Lowering and the check take less than 1.5 times as long."""
     module = load_file(EXAMPLES / "llama.py")
     lines, seconds = [], []
     for count in (8, 128):

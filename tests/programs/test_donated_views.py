@@ -165,7 +165,7 @@ def test_dims_in_another_order(ranks: int) -> None:
     before = c.copy()
     first, *_ = hw.compile(transposed).run(c, d)
     np.testing.assert_array_equal(first, before.T)
-    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # the donated array has the elements in row-major order
+    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # the donated array has the elements of the result in row-major order
 
 
 @pytest.mark.parametrize("library", [np, torch])
@@ -220,7 +220,8 @@ def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """A view of a donated input moves to another mesh of the same ranks, without a copy."""
+    """The donated inputs are on two meshes, which share rank 1. One of them also moves to the other mesh, and so does a donated argument of
+    a block."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 

@@ -102,7 +102,7 @@ def test_every_routing_and_sharding(sharding: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.bf16], ids=str)
 def test_compiled(dtype: hw.DType) -> None:
-    """Compiled programs for all layouts and numbers of ranks, with uneven rows."""
+    """A program on 2 ranks with every routing, also for an uneven number of rows."""
     compiled = hw.compile(program("rows", 2, dtype))
     numpy = {hw.f64: np.float64, hw.f32: np.float32, hw.bf16: ml_dtypes.bfloat16}[dtype]
     tolerance = {hw.f64: 1e-12, hw.f32: 1e-4, hw.bf16: 0.2}[dtype]
@@ -179,8 +179,8 @@ def build_log(name: str, folder: Path) -> str:
 def test_products_of_warpgroups_are_asynchronous(name: str, tmp_path: Path) -> None:
     """The compiler of CUDA serialises wgmma instructions, with a warning, if a branch around them may diverge within a warp.
 
-    With the quick options of tests it always serialises them. NVRTC 13.0 keeps these options for the whole process, so this test compiles
-    in another process.
+    With the quick options of tests, the compiler always serialises these instructions. NVRTC 13.0 keeps these options for the whole
+    process, so this test compiles in another process.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         log = process.submit(build_log, name, tmp_path).result()

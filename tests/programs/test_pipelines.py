@@ -185,13 +185,13 @@ GIVEN = integer_arrays(FUSION, {"M": 6, "K": 5, "N": 4}, seed=0)
 
 
 def local(rank: int) -> list[Array | None]:
-    """Argument of a rank, or None if the input is on the other mesh."""
+    """Arguments of a rank. An argument is None if the input is on the other mesh."""
     parts = [v.type.shard(GIVEN[v.name], rank, FUSION.mesh) if holds(v.type, FUSION.mesh, rank) else None for v in FUSION.inputs]
     return [None if part is None else np.ascontiguousarray(part) for part in parts]
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """For each rank, the result of `function(rank)`, or the error that it raises."""
+    """For each rank, the result of `function(rank)`, or the message of the error that it raises."""
     provider = hw.Threads(4)
 
     def call(rank: int) -> Any:

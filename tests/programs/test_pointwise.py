@@ -51,7 +51,7 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     """Reference by torch. Floats are computed in float64, and rounded to the dtype of the result."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
-    is_division = kind in ("floor_divide", "remainder", "fmod")  # torch raises for integer division by 0
+    is_division = kind in ("floor_divide", "remainder", "fmod")  # NumPy is the reference, because torch raises for integer division by 0
     result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
     if kind == "sign":  # the sign of NaN is NaN in the array API and NumPy, and 0 in torch
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
@@ -115,7 +115,8 @@ OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 @pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_are_exact_over_the_whole_range() -> None:
-    """On the CPU target, results for normal numbers are within 2 units in the last place of f32."""
+    """On the CPU target, results for normal numbers are within 2 units in the last place of f32, or 3 units for the functions in
+    MORE_STEPS."""
     kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
     given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
 

@@ -96,8 +96,8 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_all_reduces_by_nccl() -> None:
-    """NCCL all-reduces sums of unknown width, large sums, i32, and sums over 16 ranks. It is also used with transports two_sided and
-    one_sided, and without peer access."""
+    """NCCL all-reduces sums with two unknown sizes, large sums, i32, and sums over 16 ranks. NCCL also does so with transports two_sided
+    and one_sided, and without peer access."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))
     for fusion, options in (
@@ -138,7 +138,7 @@ def test_terms_that_are_read_again(ranks: int) -> None:
 
 
 def blocks(ranks: int, dtype: DType = hw.bf16) -> Fusion:
-    """Gathers before a pointwise kernel and a matmul, and reduce-scatters before a kernel and at the end, each after the previous one."""
+    """Gathers before a pointwise kernel and before matmuls, and reduce-scatters before a kernel and at the end."""
 
     @hw.fusion(
         mesh=hw.Mesh(tp=ranks),
