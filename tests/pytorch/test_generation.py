@@ -186,7 +186,7 @@ def test_refusals() -> None:
 
 
 class _Done:
-    """An event of a device that has finished its work."""
+    """Stands for a CUDA event that has already occurred."""
 
     def __init__(self, **settings: Any):
         pass

@@ -136,7 +136,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], r
         trained = hostweave.torch.compile(own, mesh, plan, tuple(inputs), training=True)(*inputs)
         sum((y**2).sum() for y in trained).backward()
         computed = [trained]
-        if count == ranks[-1]:  # gradients are tested on one mesh, because training programs have the same ops on every mesh
+        if count == ranks[-1]:  # inference is tested on one mesh: training programs contain the same ops
             with torch.no_grad():
                 computed.append(hostweave.torch.compile(own, mesh, plan, tuple(inputs))(*inputs))
         for name, mine, theirs, wanted_y, *made in zip(modules, own.parts, want.parts, wanted, *computed, strict=True):

@@ -32,7 +32,7 @@ class Of(nn.Module):
 
 
 class Ring(nn.Module):
-    """A cache of the last positions, to which each call writes one position, and then as many as x has."""
+    """A cache of the last positions. Each call writes one position, and then as many positions as x has."""
 
     keys: Any
     places: Any
@@ -128,7 +128,8 @@ def test_a_ring(ranks: int) -> None:
 
 
 def test_another_thread_computes_as_usual_during_a_trace() -> None:
-    """Brackets of this thread then return views at elements, and slices to elements, seeds and hooks are refused."""
+    """While a thread traces, indexing with a tensor returns a view in this thread, and slices that end at a tensor, seeds and hooks are
+    refused. Another thread computes as usual."""
 
     def compute() -> tuple[Any, ...]:
         torch.manual_seed(3)

@@ -123,7 +123,7 @@ def test_threads_use_the_numbers_of_rank_0() -> None:
 
 @pytest.mark.parametrize("has_board", [True, False])
 def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
-    """The test simulates a group of two processes. The first process draws the seeds 1 and 2, and this one draws others."""
+    """The test simulates a group of two processes. The first process draws the seeds 1 and 2, and this process draws other seeds."""
 
     class TwoProcesses:
         in_process, rank, count, can_exchange, call_timeout = False, 1, 2, True, 1.0

@@ -69,7 +69,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
 def test_powers_of_integers_wrap(dtype: Any) -> None:
-    """A negative exponent gives 0, unless the base is 1 or -1."""
+    """Powers of integers wrap around. A negative exponent gives 0, unless the base is 1 or -1."""
 
     class Powers(torch.nn.Module):
         def forward(self, a: Any, b: Any) -> Any:
