@@ -130,7 +130,7 @@ def test_sizes_leave_room() -> None:
 
 
 def test_sizes_where_a_sum_must_divide() -> None:
-    """If M is odd, M - 1 can be sharded evenly, but not M. Both sides of a branch are checked if some sizes reach them."""
+    """The chunk needs an even M + 1, so the check uses only odd sizes M, which are uneven on 2 ranks."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}

@@ -84,7 +84,8 @@ def test_verifier(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_join_waits_for_copies_of_local_shards(ranks: int) -> None:
-    """In a gather, a rank copies its local block on a separate stream. A later join of this stream replaces the wait for the copy."""
+    """In a gather, a rank may copy its local block on the stream `copies`. A join of the stream `comm` does not wait for this copy, so a
+    wait for the copy's event follows the join."""
     fusion = Fusion.parse(f"""\
 fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
   %wg: f32[7, M] async = reshard(%w)

@@ -82,7 +82,7 @@ def test_integers_reduced_by_xor_have_many_bits() -> None:
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """A program that omits `abs`, or negates instead, must be detected."""
+    """The first two sets of inputs have opposite signs, so that a program that omits `abs`, or negates instead, is detected."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, RANDOM_EXP, {}).values():
         assert ((values.value[0] < 0) != (values.value[1] < 0)).all()

@@ -91,7 +91,8 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small positive and negative integers, which are exact in every dtype. Most sums and products of them are exact too."""
+    """Small positive and negative integers. Their sums and products are exact in every dtype, except that products of 8-bit integers may
+    wrap around."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():

@@ -47,7 +47,7 @@ PAIRS = {
 
 
 def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Shardings: replicated, over one axis in each dim, and over two axes in both orders."""
+    """Shardings of three dims: replicated, over one axis, and over two axes in both orders."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1:
         return [("A", "B", "C"), (f"A@{names[0]}", "B", "C"), ("A", f"B@{names[0]}", "C"), ("A", "B", f"C@{names[0]}")]
@@ -85,7 +85,8 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes that are even on both meshes, and small uneven sizes, for which the last ranks have fewer elements or none."""
+    """Small sizes: for seeds 0 and 1, sizes that are even on both meshes; otherwise uneven sizes if the program allows them, for which the
+    last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -153,7 +154,8 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A chunk loop needs even shards, because its routes are computed before the size is known."""
+    """A chunk loop over M needs even shards, so M is even in the whole program. The moves between meshes then use routes for even
+    shards."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 
@@ -173,7 +175,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_rank_receives_each_missing_block_once(pair: str) -> None:
-    """The number of blocks that are sent equals the number of blocks that destination ranks lack."""
+    """The number of elements that are sent equals the number of elements that destination ranks lack."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)
     for have in layouts(old):

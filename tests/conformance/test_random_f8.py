@@ -53,7 +53,7 @@ class Writer:
         self.sizes["M"] = draw.choice([8 * self.mesh.size, 24 * self.mesh.size] if even else [1, 5, 7, 18, 33])
         self.is_rounded = False  # True if values may be near a tie
         self.named = {"M"} if draw.random() < 0.5 else set()
-        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # a rank has a multiple of 16 columns
+        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # each rank has a multiple of 16 columns
         self.named |= {"N"} if draw.random() < 0.2 and is_whole else set()
         self.named |= {"K", "N"} if even and self.scaling == "block" and random.Random(~seed).random() < 0.5 else set()
         self.inputs: dict[str, hw.TensorType] = {}

@@ -33,9 +33,9 @@ class Writer:
 
     def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh
-        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that a rank has one index of a dim
+        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # a rank may have only one index of a dim
         ints = draw.choice([SIZES, UNEVEN, one_each])
-        self.has_room = ints["A"] <= ints["C"]  # a dim of size A fits into one of size C
+        self.has_room = ints["A"] <= ints["C"]  # true if a slice of A indices fits into a dim of C indices
         self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None
@@ -125,7 +125,7 @@ def _joined(w: Writer, t: hw.Tensor, axis: int) -> None:
         w.is_now(hw.concat([t, t + 1], axis=axis)[tuple(whole)] + hw.concat(hw.split(t, 2, axis=axis), axis=axis))
 
 
-# Names of the last dims that an op needs; "ab" stands for any two dims.
+# The names of the last dims that an op needs ("" for none, "ab" for any two dims), and a function that applies the op.
 OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("", lambda w, t, axis: w.is_now(-t)),
     ("", _elementwise),

@@ -127,7 +127,7 @@ CASES = [
     pytest.param(of, mesh, marks=[pytest.mark.xdist_group(f"{of.__name__} {mesh}"), *([pytest.mark.slow] if mesh == EIGHT else [])])
     for of, meshes in ((reshards, MESHES), (reductions, MESHES[:-1]))
     for mesh in meshes
-]  # tests of one case share the lowered program
+]  # one worker runs all tests of a case, which share the lowered program
 
 
 NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}

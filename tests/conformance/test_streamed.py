@@ -14,9 +14,9 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
-    """Program with gathers of different tensors before matmuls, and reduce-scatters of the rows or columns of matmuls.
+    """Program with gathers, before matmuls and alone, and with reduce-scatters of the rows or columns of products.
 
-    It also has all-reduces of rows, and a batch of matrices that are sharded first by rows and then by columns.
+    It also has an all-reduce of slices of rows, and a batch of matrices that are sharded first by rows and then by columns.
     """
     t = hw.f32["B", "M@x", "N"]
 
