@@ -49,7 +49,7 @@ def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
-    """Program of the examples or of `fusions_beyond_examples.py`."""
+    """Program of this name, from the examples or from the files fusions_*.py of the tests."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
     found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
@@ -145,7 +145,8 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
 def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
-    """Runs the program on parallel ranks, on ranks in a seeded order, and in the interpreter. Compares each result with NumPy in f64.
+    """Compares the NumPy reference with `wanted`. Compares the results of the program with the reference: on parallel ranks, on ranks in a
+    seeded order, and in the interpreter.
 
     Also tests that the text of both IRs can be parsed to the same program, and that the program passes the check.
     """

@@ -125,7 +125,8 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers: one more than cores, because some tests wait for processes, time-outs and locks."""
+    """Number of workers. With GPUs: three quarters of the cores. Otherwise: one more than cores, because some tests wait for processes,
+    time-outs and locks."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 

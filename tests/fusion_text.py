@@ -13,7 +13,7 @@ Pass = Callable[[Fusion, Options], Fusion]
 
 
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
-    """Text of a fusion that returns the result of its last op. Lines with choices may follow the ops."""
+    """Parses a fusion that returns the result of its last op. Lines with choices may follow the ops."""
     lines = [line.strip() for line in ops.strip().splitlines()]
     last = [line for line in lines if line.startswith("%")][-1].partition(":")[0]
     body = "".join(f"  {line}\n" for line in lines)

@@ -32,7 +32,7 @@ def mlp_put(x, w_in, w_out):
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
 def columns_put(x, w, v):
     y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # the columns are not contiguous
-    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # their sums are exact in bf16
+    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # after the clip, sums are exact in bf16
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])

@@ -401,7 +401,7 @@ def small_llama(ranks: int, decode: bool) -> Fusion:
 
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Kind, position and verdict of `count` random mutants of each program, spread over the kinds."""
+    """Kind, position and verdict of about `count` random mutants, spread over the programs and the kinds of errors."""
     each = -(-count // len(of))
     for subject in of:
         chosen = random.Random(f"{seed} {subject.name}")

@@ -1,8 +1,8 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
     python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
-    python rank_process.py kinds PROVIDER [TARGET] runs one program for each kind of communication; `few` runs only two python
-    rank_process.py PROGRAM PROVIDER [TARGET] calls it until the group fails, prints why, and continues in a new world; with
+    python rank_process.py kinds PROVIDER [TARGET]      runs one program for each kind of communication; `few` runs only two programs
+    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, prints why, and continues in a new world; with
                                                         ENDS set, exits after one call, by an exception or with this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and prints if the result is right, or why it failed
     python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
@@ -40,8 +40,8 @@ KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_
 
 FEW = ("ag_matmul_p2p", "mlp_put")  # sends and signals, for tests of launchers
 SIGNALLED = ("mlp_put", "exchanges")
-IN_WINDOWS = "mlp_put"  # is also called with arrays of `group.empty`
-OF_SOME = ("exchanges", "residual_put")  # these use max, so every rank needs at least one element
+IN_WINDOWS = "mlp_put"  # the program that is also called with arrays of `group.empty`
+OF_SOME = ("exchanges", "residual_put")  # programs that use max, so every rank needs at least one element
 
 
 def named(name: str, ranks: int) -> Fusion:

@@ -194,7 +194,7 @@ def test_schedules_are_not_compared() -> None:
     """Code calls methods of schedules and transports, and does not compare them with particular ones."""
     names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
-    }  # also the name of a reshard to one rank
+    }  # "reduce" is also the name of a reshard to one rank
     compared = [
         f"{path.relative_to(PACKAGE)}:{ast.unparse(node)}"
         for path in modules()
@@ -209,7 +209,7 @@ def test_schedules_are_not_compared() -> None:
 def test_names_of_transports_are_not_compared() -> None:
     """Only a transport, its templates, and the code that detects its library name the library."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
-    # Reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
+    # The four files have reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()

@@ -77,7 +77,8 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module does not load a library that replaces the checked one, not even an older version."""
+    """A module uses the library that was checked, even if another file replaces it while the module is loaded. Loading the replaced file is
+    an error."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -349,7 +350,7 @@ def test_only_changed_kernels_are_compiled_again() -> None:
 
 
 def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources are merged into one translation unit per core, of about equal sizes."""
+    """The sources are merged into at most one translation unit per core, of about equal sizes."""
     sources = [tmp_path / f"{size}.cpp" for size in (1, 2, 3, 4, 5)]
     for source in sources:
         source.write_text("\n" * int(source.stem))
@@ -470,8 +471,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """Each kernel of a cubin, which has a constant bank, gets a unique C++ name. A function that kernels call keeps its name, because two
-    cubins may contain the same function."""
+    """The path of a cubin may contain any characters. Each kernel of a cubin, which has a constant bank, becomes a C++ object. A function
+    that kernels call does not, because two cubins may contain the same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

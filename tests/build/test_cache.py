@@ -140,7 +140,8 @@ def test_an_edited_op_runs_in_its_new_form(tmp_path: Path) -> None:
 
 
 def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timestamps of file systems have a resolution of some milliseconds, so an edit may have the timestamp of the import."""
+    """Timestamps of file systems have a resolution of some milliseconds, so an edit may have the timestamp of the import. Each stamp of
+    such a file is different, so that no cached program is reused."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns

@@ -80,7 +80,7 @@ def test_all_cuda_wheels_have_one_version(wheels: Path, tmp_path: Path, toolkit:
 
 @pytest.mark.parametrize(("extra", "layout"), [("cuda12", CUDA12), ("cuda13", CUDA13)])
 def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layout: dict[str, str]) -> None:
-    """The extra `cuda12` installs each part that find_cuda names on a machine that has only the runtime's header."""
+    """The extra installs exactly the packages of the parts that find_cuda names on a machine that has only the runtime's header."""
     header = next(path for path in layout if path.endswith("cuda_runtime_api.h"))
     write_files(wheels, {header: layout[header]})
     found = cuda.find_cuda()

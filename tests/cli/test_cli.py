@@ -231,8 +231,8 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
-    """A file can import other files of its folder, and define dataclasses with any annotations. The file stays in neither sys.path nor
-    sys.modules, even after an error."""
+    """A file can import other files of its folder, and define dataclasses with any annotations. Afterwards sys.path is the same as before,
+    and sys.modules does not contain the file, even after an error."""
     (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
     text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
     text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"

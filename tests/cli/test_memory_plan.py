@@ -55,7 +55,7 @@ def test_peaks_of_larger_programs(make: Callable[[int, DType], Fusion], ranks: i
 
 
 def test_the_bytes_of_a_layer() -> None:
-    """Peak memory does not grow with the number of layers, and is less than half of all temporaries."""
+    """Four layers need at most 1.2 times the peak memory of one layer. The peak is less than half of all temporaries, plus 32 MiB."""
     sizes = {"S": 2048, "E": 4096, "F": 14336}
     one, four = (memory_plan(lower(PROGRAMS[2](8, hw.bf16, count), Options()), sizes) for count in (1, 4))
     assert one.peak <= four.peak <= 1.2 * one.peak
@@ -95,7 +95,8 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 
 def test_a_buffer_without_a_gap_is_placed_first() -> None:
-    """In a sequence of gated layers, the fourth buffer is placed before the fifth, although the fifth is larger."""
+    """In the sizes of gated layers, no placement in order of size, area or time reaches the lower bound. A buffer that ended too high is
+    then placed first."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -108,8 +109,8 @@ def test_a_buffer_without_a_gap_is_placed_first() -> None:
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    """Random sequences of allocate, free, reallocate and join. The lower bound of the planner must equal the largest number of live
-    bytes."""
+    """In random sequences of allocate, free, reallocate and join, no two live buffers overlap, and the planner's lower bound is the largest
+    number of live bytes."""
     for seed in range(200):
         random = Random(seed)
         events, buffers, groups = ArenaEvents(), list[Buffer](), list[tuple[slice, str | None]]()
@@ -134,7 +135,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
                 for buffer in buffers[own]:
                     buffer.end(now)
             else:
-                events.free(own)  # events during which the buffer is in use
+                events.free(own)  # a reallocation, with the same number of bytes
                 events.allocate(own, buffers[own.start].bytes, pool)
                 for buffer in buffers[own]:
                     buffer.end(now)
@@ -230,7 +231,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """The two bodies of a condition may have different buffers with the same name, and a body may not use a buffer that it allocates."""
+    """Two stream blocks may each allocate a buffer with the name %t, and a block may allocate a buffer that it does not use."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a

@@ -61,9 +61,9 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
     ("expr", "cpp"),
     [
         ((RANK + I) % 4, "(rank_x + i) % 4"),
-        ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # from -3
-        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # from -4
-        ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # from -6
+        ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # the dividend is at least -3
+        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # the dividend is at least -4
+        ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # the dividend is at least -6
         (RANK * 2 + I % 2, "rank_x * 2 + i % 2"),
         (N % 4, "hw::mod(n, 4)"),
         ((RANK - I) % Symbol("M"), "hw::mod(rank_x - i, M)"),

@@ -192,7 +192,7 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 
 def scaled_sums(x, scales):
-    """Sums with a factor per row. The kernel is vectorised along the reduced dim."""
+    """Sums of columns, with a factor per row."""
     return hw.sum(x * hw.expand_dims(scales, 1), 0)
 
 
@@ -265,7 +265,8 @@ def target(request: pytest.FixtureRequest) -> str:
     "length", [32, 96, 128, 1000, 1024, 5120, 20000, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 256, 8192))]
 )
 def test_rows(length: int, is_known: bool, target: str) -> None:
-    """A norm and a softmax whose rows are in registers of a few threads of a warp, in registers of a block, or in memory."""
+    """Norms, a softmax, maxima and quantisation of rows that are in registers of a few threads of a warp, in registers of a block, or in
+    memory."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
@@ -393,7 +394,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Shapes smaller than a tile, of several tiles, with several threads per row, and without columns."""
+    """Shapes smaller than a tile, of several tiles, with several threads per row, and without columns or rows."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):

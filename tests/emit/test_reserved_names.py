@@ -33,7 +33,7 @@ STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "v
 # Names that cannot collide: parameters of constructors, in which user names are only members, and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
-# Headers in which user names can occur only as members, or not at all.
+# Templates in which user names can occur only as members, or not at all.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
 

@@ -29,10 +29,10 @@ Array = NDArray[Any]
 
 
 def test_every_op_has_an_example() -> None:
-    elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tests/programs/test_attention.py and test_attention_backward.py
+    elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tested in tests/programs/test_attention.py and test_attention_backward.py
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
-    )  # user kernels, and ops that only passes create
+    )  # all ops except user kernels, and ops that only passes create
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -128,7 +128,7 @@ def test_tolerance_covers_the_scores_of_a_softmax_and_not_much_more(head: int) -
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
 def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
-    """The tolerance is proportional to the square root of the number of terms: a sum of 16 times as many random terms is about 4 times as
+    """The tolerance grows at most with the square root of the number of terms. A sum of 16 times as many random terms is about 4 times as
     large."""
     for length in (1 << 10, 1 << 14, 1 << 26):
         assert tolerance(dtype, 16 * length).atol <= 4 * tolerance(dtype, length).atol

@@ -142,7 +142,7 @@ def test_number_of_repeats(function: Any, repeats: int) -> None:
 
 
 def test_a_first_layer_that_differs_keeps_its_inputs_apart() -> None:
-    """The inputs of the other layers form groups, although the names of the first layer's inputs continue theirs."""
+    """The inputs of the other layers form groups, which do not include u_0 and w_0, the inputs of the first layer."""
 
     @hw.block(x=hw.f32["M@x", "E"], u=hw.f32["E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, u: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -356,7 +356,7 @@ def test_each_call_reshards_its_tensor_of_a_group() -> None:
 
 
 def test_a_value_between_calls_of_tied_weights_is_used() -> None:
-    """A value between calls is used although weights are tied, so that the repeat has more calls than a group has tensors."""
+    """The program uses values between calls of a layer, and the first two calls share a weight, so there are more calls than weights."""
     model = taken_again((), order=(0, 0, 1, 2, 3))
     check(lower(model, Options()), fusion=model)
 

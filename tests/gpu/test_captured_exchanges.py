@@ -74,7 +74,8 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """Replays a graph with new values. Calls between replays have the graph's arrays, and once larger arrays, which need more memory."""
+    """Replays a graph with new values. Calls between replays use the graph's arrays, and one call uses larger arrays, which need more
+    memory."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)

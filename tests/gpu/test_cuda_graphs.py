@@ -45,7 +45,8 @@ def streamed_on(ranks: int) -> hw.Program:
 
 
 def layers_on(ranks: int) -> hw.Program:
-    """Layers with two chunk loops of sends and recvs, and with two collectives. Each communication forks and joins NCCL's stream."""
+    """Three layers, each with two chunk loops of sends and recvs, and then two collectives. Each communication forks and joins NCCL's
+    stream."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
     def layers(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -113,7 +114,8 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """Replays graphs of two programs 100 times with new inputs. Between the replays are calls of one program, also with more tokens."""
+    """Replays graphs of two programs 100 times with new inputs. One of the programs is also called between the replays, in some calls with
+    more tokens."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -321,8 +323,8 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 launches its graph after rank 0. Until then, the position of rank 0 names the line that waits, both for the first and for the
-    second launch."""
+    """Rank 1 launches its graph later than rank 0. Until then, the recorded progress of rank 0 names a line that waits. The test repeats
+    this for a second launch."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 
@@ -360,7 +362,7 @@ def test_in_a_graph_of_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
 def test_puts_in_a_graph(ranks: int) -> None:
-    """Calls use the same signals as the launches of a graph between them, so their signal numbers must continue correctly."""
+    """Launches of a graph, and calls between them, use the same signals."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

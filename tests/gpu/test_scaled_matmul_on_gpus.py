@@ -92,7 +92,7 @@ def test_quantised_and_transposed_by_one_kernel() -> None:
 
 
 def test_two_gpus() -> None:
-    """Operands are gathered in a put loop, and results are reduce-scattered."""
+    """The rows of an operand, and their scales, are gathered in a put loop."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512

@@ -75,7 +75,7 @@ def mutated(source: str, draw: random.Random) -> str:
 
 
 def expect_a_program_or_an_error(read: Callable[[str], Fusion | HostProgram], source: str) -> bool:
-    """True if the text is a program. Fails if the printed program does not parse to the same program."""
+    """True if the text is a program. Fails if the printed program does not parse to the same program, or if parsing takes too long."""
     start = time.monotonic()
     try:
         program = read(source)

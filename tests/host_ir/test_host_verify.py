@@ -18,7 +18,7 @@ HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2)
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
 
 BODIES = {
-    # shares and blocks
+    # blocks of uneven dims
     "all_gather %x -> %y along 2 on x": "text:2: @t: all_gather %x -> %y along 2 on x: %y is f32[M/2, 4]: it has no dim 2",
     "all_gather %x -> %y along 1 on x": (
         "text:2: @t: all_gather %x -> %y along 1 on x: %x is f32[M/2, 4], "
@@ -292,7 +292,7 @@ def test_body(body: str) -> None:
 
 
 def test_a_condition_on_the_data_of_a_rank() -> None:
-    """A pass could construct such a condition, but text cannot express it."""
+    """The condition depends on the local size of a rank. A pass could construct this `if`, but the text of an IR cannot express it."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective is not allowed under `if local\(M, x\) == 0`, which differs between ranks"):

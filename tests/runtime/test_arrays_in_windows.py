@@ -174,7 +174,7 @@ def test_lifetime_of_memory() -> None:
 
 
 def test_dlpack() -> None:
-    """Export of GPU arrays to other libraries."""
+    """Export of an array in a window to other libraries, by DLPack and by `__cuda_array_interface__`. Host memory stands for GPU memory."""
 
     class OnHost(WindowArray):
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def test_dlpack() -> None:
 
 
 def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError) -> str:
-    """Message of the error of the first rank that raises one."""
+    """All ranks must raise an error. Returns the message of the first one."""
     provider, told = hw.Threads(ranks), list[str]()
 
     def rank(rank: int) -> None:

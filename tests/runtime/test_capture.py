@@ -241,7 +241,8 @@ def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """Launches by several threads inside `with step:` run one after another. Others raise an error that names `with step:`."""
+    """Launches by several threads inside `with step:` run one after another. A launch by a second thread outside of it raises an error that
+    names `with step:`."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays

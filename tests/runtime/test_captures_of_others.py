@@ -183,8 +183,8 @@ def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """Rank 1 launches its graph too late. Until then, the position of rank 0 names the line that waits: for the first launch, the second
-    launch, and a launch after a call."""
+    """Rank 1 launches its graph too late. Until then, the recorded progress of rank 0 names a line that waits. The test covers the first
+    launch, the second launch, and a launch after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
 
@@ -277,7 +277,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def test_a_launch_that_fails() -> None:
-    """If a launch fails, all ranks raise the same error as for a call, with the line of the program."""
+    """If a launch fails, all ranks raise the same error as for a call."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
     def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:
