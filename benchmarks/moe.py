@@ -9,7 +9,8 @@
 - layers: the same layer on all GPUs, which share its experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by
   cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. Bounds follow from the sums.
-- chain: dispatch and combine of one token of 8 elements. It has the kernels and signals of 128 tokens, and almost no bytes.
+- chain: dispatch and combine of one token of 8 elements. It has the kernels and signals of 128 tokens, and almost no bytes. Also a gather
+  and a reduce-scatter alone, in two kernels: no dispatch and combine has fewer exchanges.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
 that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers chain` needs two GPUs.
@@ -160,18 +161,36 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
         program.close()
 
 
+def _exchanges(ranks: int, tokens: int, hidden: int) -> Fusion:
+    """A gather of rows and a reduce-scatter of sums in f32: the two exchanges that each dispatch and combine needs, in two kernels."""
+    shard = f"{tokens * ranks}@ep"
+
+    @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.bf16[shard, hidden], scale=hw.f32[f"{ranks}@ep", 1, 1])
+    def two_exchanges(x: hw.Tensor, scale: hw.Tensor) -> hw.Tensor:
+        rows = hw.astype(hw.reshard(x, tokens * ranks, hidden), hw.f32)
+        return hw.astype(hw.reshard(hw.sum(rows * scale, axis=0), shard, hidden), hw.bf16)
+
+    return two_exchanges
+
+
 def _chain(rank: int, ranks: int) -> Iterator[Calls]:
-    """Dispatch and combine of 128 tokens, and of one token of 8 elements, whose time is that of the kernels' starts and signals."""
+    """Dispatch and combine, and two exchanges alone, of 128 tokens and of one token of 8 elements.
+
+    The time for one token is that of the kernels' starts and of the signals.
+    """
     import torch
 
     group = hw.init()
     calls: Calls = {}
     for tokens, hidden in ((128, HIDDEN), (1, 8)):
         program = hw.compile(_through(ranks, hidden), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
+        alone = hw.compile(_exchanges(ranks, tokens, hidden), target="cuda")
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
         weights = torch.rand(tokens, CHOICES, device="cuda")
-        calls[f"{tokens} tokens of {hidden} elements, {ranks} GPUs"] = program.capture(x, ids, weights, group=group)
+        what = f"{tokens} tokens of {hidden} elements, {ranks} GPUs"
+        calls[what] = program.capture(x, ids, weights, group=group)
+        calls[f"two exchanges, {what}"] = alone.capture(x, torch.ones(1, 1, 1, device="cuda"), group=group)
     yield calls
 
 

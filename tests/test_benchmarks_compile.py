@@ -86,6 +86,7 @@ def moe(module: Any) -> Iterator[hw.Program]:
         yield module._product(8, 64, 128, is_gradient, is_turned)
     yield compiled(module._through(RANKS))
     yield compiled(module._through(RANKS, 8))
+    yield compiled(module._exchanges(RANKS, 1, 8))
     yield module._layer("moe_training", machine=H200)
 
 
