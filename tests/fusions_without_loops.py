@@ -35,7 +35,7 @@ def permutes(x, k, v, b):
     shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # a rank without a source gets zeros
     around = hw.collective_permute(hw.relu(x), "M", [(rank + 1) % D for rank in range(D)])
     swapped = hw.collective_permute(x, "M", [rank ^ 1 if rank ^ 1 < D else rank for rank in range(D)])
-    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)  # all_reduces in two steps, and of gathered terms
+    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)  # a sum reduced in two steps, and an xor of gathered terms
 
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])

@@ -1,4 +1,4 @@
-"""Layering of the package: a module imports only from its own folder or from folders below it."""
+"""Layering of the package: a module imports only from its own layer or from lower layers."""
 
 from __future__ import annotations
 

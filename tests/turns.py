@@ -33,7 +33,7 @@ def with_others() -> Iterator[None]:
 
 
 def alone() -> None:
-    """Waits until no other GPU test runs. None starts before the caller's test ends."""
+    """Waits until no other GPU test runs. No other GPU test starts before the caller's test ends."""
     for lock in _locks:
         fcntl.flock(lock, fcntl.LOCK_UN)
         _take(lock, fcntl.LOCK_EX)

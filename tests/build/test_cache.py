@@ -337,7 +337,7 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
     cache.evict(period=60)  # evicts nothing, because the last eviction was less than 60 seconds ago
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
-    assert {entry.path.name for entry in cache.entries()} == {"a"}  # kept, because another build may be about to link this object
+    assert {entry.path.name for entry in cache.entries()} == {"a"}  # used within the last hour, so another build may be about to link it
 
 
 @pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])

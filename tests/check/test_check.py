@@ -312,7 +312,7 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# The answer of rank 1 orders stream ring[1] of rank 0 after the send on ring[0].
+# The message that rank 1 sends back orders stream ring[1] of rank 0 after the send on ring[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]

@@ -75,7 +75,7 @@ def test_sums_in_the_check_have_more_than_one_element() -> None:
 
 
 def test_integers_reduced_by_xor_have_many_bits() -> None:
-    """A program with many other elements has only one set of inputs. This set must distinguish xor from or."""
+    """For a program with many elements, the check uses only one set of inputs, which must distinguish xor from or."""
     subject = Subject("permutes", exchange_fusions(8)["permutes"])
     found = [made for kind, where, made in mutants(subject.host) if kind == "another op" and "reduce_xor" in where]
     assert [subject.judge(made) for made in found] == [CAUGHT, CAUGHT]

@@ -1,4 +1,5 @@
-"""Notes of `hostweave inspect` report implicit gathers and packs with their locations, unless these are small or requested by the user."""
+"""`hostweave inspect` prints a note with the location of each implicit gather or pack, unless it moves few bytes or the program requests
+it."""
 
 from __future__ import annotations
 

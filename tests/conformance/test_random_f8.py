@@ -253,7 +253,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a call with such sizes runs this variant
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a call with these sizes runs this variant
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)

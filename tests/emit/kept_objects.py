@@ -21,7 +21,7 @@ if not re.search(r"/hostweave_(runtime|cpu_device)\.dir/", f"/{into}"):
     os.execvp(command[0], command)
 
 text = unit.read_text()
-found = re.search(r'#include "(.*?)/runtime/', text) or re.search("(.*?)/runtime/", str(unit))  # the unit includes sources, or is one
+found = re.search(r'#include "(.*?)/runtime/', text) or re.search("(.*?)/runtime/", str(unit))  # the unit includes sources or is a source
 assert found, text
 root = found[1]
 files = sorted(path for path in Path(root, "runtime").rglob("*") if path.is_file())

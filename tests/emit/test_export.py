@@ -84,7 +84,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     usage = run(folder, "build/matmul_rs_flat", "--help")
     assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0
-    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # its loop needs equal chunks
+    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # the program's loop needs equal chunks
     assert indivisible.returncode == 1
     assert "M = 66: must be a multiple of 4" in indivisible.stderr
 
@@ -101,7 +101,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
 
-    build(recurrent, folder)  # each call has a separate struct
+    build(recurrent, folder)  # a program with one struct per call of a block
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")

@@ -93,7 +93,7 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """Two meshes as in a model with data-parallel attention and a tensor-parallel MLP, and a mesh with axes in another order."""
+    """Meshes of the same ranks with other axes, with the axes in another order, and with the ranks in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

@@ -129,7 +129,8 @@ A_PROGRAM = 8  # largest number of names per program, because the text of a prog
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with programs that use all names. One program.cpp includes those of all programs, and so does one kernels.cu."""
+    """Folder with programs that use all names. One program.cpp includes the program.cpp of every program, and one kernels.cu includes the
+    kernels.cu of every program."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Tracing and text of blocks: each is in the text once, before its callers. Errors have exact messages."""
+"""Tracing and text of blocks: the text has each block once, before its callers. Errors have exact messages."""
 
 from __future__ import annotations
 

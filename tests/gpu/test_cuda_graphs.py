@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_launch() -> None:
             step = program.capture(mine.x, *mine.weights)
             expect(step(), want)
             captured.wait(60)
-            group.call_timeout = 3  # set after planning, which has the default time limit
+            group.call_timeout = 3  # set only now, because planning may take longer
             if rank == 1:
                 failed.wait(60)
                 return

@@ -161,7 +161,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 def contracts_right(seed: int) -> bool:
     """Contractions over several dims that are sharded independently, in loops if possible.
 
-    The result of one contraction is also an operand of another, is returned as a view, or is concatenated with twice itself along any dim.
+    The result of one contraction is also an operand of another, is returned as a view, or is stacked with its double along any dim.
     """
     generator = Generator(seed)
     random = generator.random

@@ -1,5 +1,5 @@
-"""Attention in chunk loops, in which blocks of keys arrive from other ranks: with each algorithm, with sharded heads, chosen or
-requested."""
+"""Attention in chunk loops, which receive blocks of keys from other ranks. A program requests a loop with an algorithm, or the compiler
+chooses the loop. Heads may be sharded."""
 
 from __future__ import annotations
 

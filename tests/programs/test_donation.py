@@ -151,7 +151,7 @@ def copied(v: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_results_are_in_donated_inputs(ranks: int) -> None:
-    """Results are in donated global arrays, in donated local arrays without a copy, and in the interpreter and the reference."""
+    """Results are written to donated arrays, in `run` and in calls of ranks. The interpreter and the reference give the same values."""
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)

@@ -57,7 +57,7 @@ def on_gpus(ranks: int, *case: Any) -> Any:
 
 
 CASES = [
-    pytest.param("cpu", 1, "float32", True, marks=pytest.mark.slow),  # part of the case of 4 ranks
+    pytest.param("cpu", 1, "float32", True, marks=pytest.mark.slow),  # the case of 4 ranks has the same features
     ("cpu", 2, "float32", False),
     ("cpu", 4, "float32", True),
     ("cpu", 2, "bfloat16", False),
@@ -142,7 +142,7 @@ def test_samples_are_among_the_most_probable_tokens() -> None:
         p /= p.sum()
         order = np.argsort(-p, kind="stable")
         kept = order[: 1 + int(np.searchsorted(np.cumsum(p[order]), top_p - 1e-6))]
-        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # all ties
+        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # keeps ties with the last token
         wanted /= wanted.sum()
         counts = np.bincount(tokens[0], minlength=vocabulary) / ROWS
         assert not counts[wanted == 0].any()

@@ -140,11 +140,11 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
     assert all(plan.peak == plan.bound for plan in plans)
     report = memory_report(host, {})
     assert [line.rpartition(", ")[2] for line in report.splitlines() if line.startswith("memory of")] == ["rank 0", "rank 2"]
-    if name == "two_stages_streamed":  # buffers per stream; the temporaries of both stages
+    if name == "two_stages_streamed":  # each stage has temporaries per stream
         assert [row.name for row in plans[0].rows] == ["%h", "%matmul_down1"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%g"]
         many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
-        assert 4 * many.peak == plans[2].peak  # 4 streams have buffers for one micro-batch each, of 16
+        assert 4 * many.peak == plans[2].peak  # each of 4 streams has buffers for one of 16 micro-batches
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:

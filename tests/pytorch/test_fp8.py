@@ -68,7 +68,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # the next two cases contain these
+        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # the next two cases have the same features
         (hw.Mesh(dp=2, tp=2), TP | {"x": "dp, -, -"}),
         (hw.Mesh(tp=4), TP | {"x": "-, tp, -", "down": "-, tp, -"}),
     ],

@@ -316,7 +316,7 @@ def test_layers_whose_index_has_an_effect_are_traced() -> None:
     expect(caching(InTensor), "an int is accepted", "an int is accepted", "an int is accepted")
     named = caching(Caching)
     named.layers[1].scale = 3.0
-    expect(named, "", "0", "0")  # nothing reads it
+    expect(named, "", "0", "0")  # nothing reads `scale`
     without = caching(Caching)
     without.layers[1].layer_idx = True
     expect(without, "", "the cache of other layers", "0")

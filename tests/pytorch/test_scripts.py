@@ -77,7 +77,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["dtensors"]),  # without GPT-2, because the example below trains one
+        (2, ["dtensors"]),  # without GPT-2, because an example below trains a GPT-2
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )

@@ -87,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # ranks that are threads compare their calls, so after a refused call none is prepared
+        if ranks > 1:  # ranks that are threads compare their calls, so after a refused call no rank is prepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)

@@ -28,7 +28,7 @@ from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
 NOTICED = 4  # seconds until a lost rank is noticed; the documentation says about one, but other tests slow the machine down
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, with puts, with puts by the cost model
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, and automatically chosen puts
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,8 @@ def test_a_gather_that_overlaps_with_nothing() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute them. For stated sizes,
-    the same is true in functions."""
+    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute them. If sizes are stated,
+    this is also true in functions."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)

@@ -1,5 +1,4 @@
-"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. Both branches of the condition give the
-same results."""
+"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. The results are those of two kernels."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
-    """A former defect fused the middle one of three consecutive sums with both other sums, and lost it."""
+    """A former defect fused the second of three consecutive sums with both other sums, and its result was lost."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

@@ -326,7 +326,7 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Set of answers to two questions, for all iterations except the first. Is `last` of the previous iteration ordered before `first`? Is
+    """Sets of answers to two questions, for all iterations except the first. Is `last` of the previous iteration ordered before `first`? Is
     the launch of the previous iteration ordered before `first`?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())

@@ -1,4 +1,4 @@
-"""Sizes that need not be multiples of the number of ranks, and the error for an int that must be one."""
+"""Sizes that need not be multiples of the number of ranks, and the error for an int that must be a multiple."""
 
 from __future__ import annotations
 
