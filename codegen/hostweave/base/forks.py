@@ -13,8 +13,7 @@ _Lock = TypeVar("_Lock")
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for an import; without a limit, both deadlock if the import waits for the forking thread
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open for
-# readers.
+# Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()
