@@ -271,7 +271,7 @@ def _terms(size: Size) -> tuple[Size, ...]:
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """Canonical sum: a plain product if one term is left, otherwise a `Sum` factor. Equal sums compare equal."""
+    """Canonical sum: a plain product if only one term is not zero, otherwise a `Sum` factor. Equal sums compare equal."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)

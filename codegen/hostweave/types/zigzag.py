@@ -1,7 +1,7 @@
 """Zigzag sharding balances work that grows along a dim, such as attention with a causal mask.
 
 The dim is cut into two pieces per rank. Rank r of N holds pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 holds pieces 0 and
-7, and rank 1 holds 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
+7, and rank 1 holds pieces 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,7 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. If `axes` is a Zigzag and all axes are kept, the result is a Zigzag. `ranks_stay` states that the dropped axes have
-    size 1. The result is then a Zigzag if any axis is kept."""
+    """Filters axes. A Zigzag stays a Zigzag if all axes are kept. With `ranks_stay` (dropped axes have size 1), one kept axis is enough."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
