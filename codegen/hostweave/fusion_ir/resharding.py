@@ -124,8 +124,7 @@ def step_of(op: Op) -> ReshardStep:
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
-    """The single step from one layout to another. None if there is no such step, or if the layouts are equal. `mesh` is the program's
-    mesh."""
+    """The single step from one layout to another. None if there is none, or if the layouts are equal. `mesh` is the program's mesh."""
     if source.mesh != target.mesh and source.partial:  # reduced to one rank of each process group
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
@@ -138,8 +137,7 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another that move the fewest bytes. Empty if the layouts are equal.
 
-    `sizes` gives values of symbols. If several plans move as few bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then
-    lower dims.
+    `sizes` gives values of symbols. Ties prefer fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims.
 
     Raises ProgramError if no sequence of steps exists.
     """

@@ -168,8 +168,8 @@ def _verify_further_results(body: Fusion) -> None:
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value. Before `choose_overlap`, a stream requests a loop. Inside a loop, a stream may state only the dim and
-    the algorithm."""
+    """Checks the stream of a value. Before `choose_overlap`, a stream requests a loop. Inside a loop, it may state only the dim and the
+    algorithm."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)

@@ -76,7 +76,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication. a may then be a tensor of ints.
+    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication, and `a` may be a tensor of ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -396,7 +396,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """Dims that are given as separate arguments, or as one tuple or list."""
+    """The dims as one tuple, whether the caller gave separate arguments, or one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 

@@ -59,8 +59,8 @@ def record(
     """Records one op and returns its result. `target` has those parts of the result type that the user stated.
 
     An op without operands is recorded in the trace of the tensor `beside`, or in the trace of the function that is being traced. `callee`
-    is the function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in errors, by default
-    its kind.
+    is the function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in messages, by
+    default its kind.
 
     Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
     """

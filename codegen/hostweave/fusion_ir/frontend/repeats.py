@@ -139,7 +139,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, body=tuple(ops))
 
     def take_as_given(self, run: Run) -> None:
-        """Moves reshards of a group's tensors into the function, because a group is not one buffer that could be resharded before."""
+        """Moves reshards of a group's tensors into the function, because a group is not one buffer that a reshard could read."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
         for at, value in enumerate(run.function.inputs):

@@ -82,7 +82,7 @@ def _counts_up(column: Column) -> bool:
 
 class Runs:
     def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool], roles: dict[str, Roles]):
-        """`groups` and `roles` are caches that all attempts share: of `is_group`, and of `roles_after`."""
+        """`groups` and `roles` cache the results of `is_group` and `roles_after` for all attempts."""
         self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
         self.inputs = {value.name for value in fusion.inputs}
@@ -132,8 +132,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two calls: its possible roles if a group or stack can have both values, its possible roles otherwise, and the
-        two values. The role `in turn` means that each call reads another tensor of a group or stack."""
+        """For each operand of two consecutive calls: its roles if a group or stack contains both values, its roles if none does, and the
+        two values if they differ. The role `in turn` means that each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -178,8 +178,7 @@ class Runs:
         return None
 
     def placed(self, run: Run, at: int) -> tuple[Column, TensorType] | None:
-        """Results and type of the reshards of a result, if all uses of the result are reshards to one type. The function can then
-        reshard."""
+        """Results and type of the reshards of a result, if the only uses are reshards to one type. The function can then reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -188,8 +187,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads, or () if there is none. The values of the column after the first one are the
-        tensors of the stack or group before the last one."""
+        """The stack or group that a lagged column reads, or (). All values of the column but the first are all its tensors but the last."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -234,7 +232,7 @@ class Runs:
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
-        """Names in order, with groups replaced as in `group_inputs`. `wanted` maps each required column to the argument of its Unfit."""
+        """Names in order, with groups replaced as in `group_inputs`. `wanted` maps each required column to the argument of an Unfit."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0

@@ -61,7 +61,7 @@ class OpDef:
     fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if it differs
     prepared: str = ""  # C++ type that precomputes the work on an f32 last operand, once for all elements that share the operand
-    rounds_operands: bool = False  # kernels round computed operands of 16 bits and fewer to their dtype, as a store does
+    rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
     lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads that process a row need no synchronisation, because each computes separate elements
     in_clusters: bool = False  # a cluster of thread blocks may process several rows together

@@ -123,8 +123,7 @@ def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count:
 
 
 def as_term(op: Op, x: TensorType) -> Op:
-    """Rewrites a reduction so that the results of ranks are terms of a sum: a mean becomes a sum divided by the global number of
-    elements."""
+    """Rewrites a mean as a sum divided by the global number of elements, so that the results of ranks are terms of a sum."""
     if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
         return op
     return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
