@@ -83,8 +83,8 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective that the kernel itself does, by exchanging data with kernels of other ranks, to compute its first input. Or
-        None."""
+        """The collective that the kernel itself does, by exchanging data with kernels of other ranks. The collective's result is the first
+        input. None for other kernels."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property

@@ -79,8 +79,8 @@ class Instruction:
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
-    # operand that may be the same memory as dst: "src", "accumulate", or this rank's "block of src"
-    # "block of dst": src may be the same memory as this rank's block of dst
+    # operand whose memory dst may be: "src", "accumulate", or "block of src", this rank's block of src
+    # "block of dst": the memory of src may be this rank's block of dst
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -239,8 +239,7 @@ Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the inde
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream or event that a field with the role names, such as the event that an instruction records. None if there is no such
-    field."""
+    """The stream or event that a field with the role names, such as the event that is recorded. None if there is no such field."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -274,7 +273,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges the bodies of consecutive instructions for which `of` is equal and not None, by default of `on` bodies of one mesh."""
+    """Merges bodies of consecutive instructions with equal `of`, which is not None. By default, merges `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):

@@ -26,8 +26,8 @@ class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference: the written values, given a rank's sizes and the values of the buffers that it reads. Small floats are given as
-        f32.
+        """NumPy reference: the written values, given a rank's sizes and the values of the buffers that it reads. Floats of at most 16 bits
+        are given as f32.
 
         Not defined for a launch, which is computed from the ops of its kernel.
         """
