@@ -34,14 +34,14 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # largest number if threads hold computed values, which need more registers than 16-bit inputs
+MANY_THREADS = 1024  # the same if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
-LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
+LINE = 8  # preferred least number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference; the first number that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
-FEW_HELD, FEW_INPUTS = 16, 12  # threads hold few accesses up to these numbers: with held computed values; with inputs only, per result
+FEW_HELD, FEW_INPUTS = 16, 12  # largest number of held accesses that counts as few: with computed values, and with inputs only
 LARGE = 256  # a block with at least this many threads is large: a few more registers per thread reduce the blocks per multiprocessor
 HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts twice if a vector of it takes two accesses
 LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
@@ -96,7 +96,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes `computed`, and values that only `computed`
+    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes `computed`, and what only `computed`
     needs."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
@@ -109,14 +109,12 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands that the op reads at the loop's indices. Excludes operands that are gathered, and operands that the op reads only for their
-    size."""
+    """Operands that the op reads at the loop's indices. Excludes gathered operands, and operands that the op reads only for their size."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """The loops with each row split over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into
-    registers."""
+    """Splits each row over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into registers."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
