@@ -2,7 +2,7 @@
 
     loop 3 chunks across_shards { ... }
 
-For shards of 8 rows, this loop has 2 iterations of 3 rows, and one of 2 rows.
+For shards of 8 rows, this loop has 2 iterations of 3 rows, and 1 iteration of 2 rows.
 """
 
 from __future__ import annotations

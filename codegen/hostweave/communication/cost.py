@@ -57,8 +57,8 @@ def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of the same communication with copy engines. If `overlaps`, seconds by which the copies delay the ops that run at the same
-    time, because they share the memory bandwidth."""
+    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, seconds by which the copies delay the ops that
+    run at the same time, because they share the memory bandwidth."""
     # `added` is the time of the kernel that sums the copied terms of a reduction
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)

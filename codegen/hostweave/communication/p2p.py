@@ -38,8 +38,7 @@ class _P2pGather(_SendReceive):
 
 
 class _P2pScatter(_SendReceive):
-    """Reduce-scatter: each rank sends its term of a block to the owner, which receives all terms into one buffer, and reduces them after
-    the loop."""
+    """Reduce-scatter: each rank sends its term of a block to the owner. The owner reduces all terms of its block after the loop."""
 
     def step(self, steps: LoopSteps) -> None:
         b, value = self.b, self.op.result

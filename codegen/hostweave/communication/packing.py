@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # the kernel that reduces terms has one operand for all terms if there are at least so many, otherwise one per term
+MAX_TERMS = 8  # least number of terms for which the kernel that reduces them has one operand for all terms, not one per term
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
     """View of `full` with the blocks along its outermost dim, or `full` if its blocks are already contiguous in rank order. `block` is the
-    type of a block. If None, the ranks are an additional dim of the view."""
+    type of a block. If `block` is None, the ranks are an additional dim of the view."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
@@ -129,8 +129,7 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits terms along the outermost dim into separate operands, so that their sum can fuse with its consumer. Does not split MAX_TERMS
-    or more terms."""
+    """Splits fewer than MAX_TERMS terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MAX_TERMS else [terms]
 

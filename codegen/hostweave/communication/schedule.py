@@ -25,8 +25,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with the own shard, so that the other shards
-# are sent early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, so the other shards are sent early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 

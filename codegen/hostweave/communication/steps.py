@@ -235,7 +235,7 @@ def keeps_dim(op: Op) -> bool:
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
-    """Index of dim `dim` of an op in the views of one iteration's chunks. `source` is the op's first operand."""
+    """Position of the op's dim `dim` in the views of one iteration's chunks. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:
         return dim

@@ -1,5 +1,5 @@
-"""Emits moves between meshes. The sends are in the `on` body of the source mesh, and the receives in that of the target mesh. If some rank
-is in both meshes, sends and receives are in one group.
+"""Emits moves between meshes. The sends are in the `on` body of the source mesh, and the receives in the `on` body of the target mesh. If
+some rank is in both meshes, sends and receives are in one group.
 
 If a dim may be sharded unevenly, blocks end wherever a shard of one of the meshes ends.
 """
@@ -190,7 +190,7 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # a new view, because the `on` body of the first may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # a new view, because the `on` body of the first view may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
