@@ -1,5 +1,4 @@
-"""Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, and one for the rows of all second
-pieces."""
+"""Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, one for those of all second pieces."""
 
 from collections.abc import Sequence
 

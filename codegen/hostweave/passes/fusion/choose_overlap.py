@@ -124,7 +124,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards of the chunked dim in the operand and in the result of a member, without 1."""
+        """Numbers of shards, if above 1, of the chunked dim in the operand and in the result of a member."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 

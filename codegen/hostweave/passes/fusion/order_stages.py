@@ -61,8 +61,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: repeatedly picks the op that can start first. If several ops can, picks a move, or else the op for which the
-        longest chain of dependent ops is shortest. The backward pass of a micro-batch then precedes the forward pass of a later one."""
+        """List scheduling: repeatedly picks the op that can start first. Of ops that can start at the same time, picks a move, or else the
+        op with the shortest chain of dependent ops. A backward pass then precedes the forward passes of later micro-batches."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

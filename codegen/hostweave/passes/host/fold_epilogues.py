@@ -70,8 +70,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
-        """The matmul that writes a buffer, if nothing but `reader` accesses the buffer and the matmul can move to `reader`. None
-        otherwise."""
+        """The matmul that writes a buffer, if only `reader` accesses the buffer and the matmul can move to `reader`. None otherwise."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:

@@ -192,8 +192,7 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """The consumers' launches after fusion with the producer, or the reason why the producer is not fused: "" if nothing reads its
-        results."""
+        """The consumers' launches after fusion with the producer, or the reason why it is not fused: "" if nothing reads its results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -409,7 +408,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     """Removes repeated ops, which arise if the same producer is fused into several operands of a kernel."""
     if len(kernel.ops) < 2:
         return kernel
-    # A vector that is broadcast along rows differs from the same vector broadcast along columns, and from one that is read at an index.
+    # Ops that read a vector along rows, along columns and at a computed index are three different ops.
     walked = iteration(kernel)
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}

@@ -151,7 +151,7 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and the views of its result. If there is none, the number of
+        """Number of the first kernel that overwrites the whole copy, and the views of its result. Without such a kernel: the number of
         instructions in the program, and no views."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
@@ -182,8 +182,7 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """Instructions in `before` that define indices and views of the `choose`. None if the `choose` needs other kinds of
-        instructions."""
+        """Instructions in `before` that define indices and views of the `choose`. None if it needs other kinds of instructions."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):

@@ -215,7 +215,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop over the shards of an earlier gather, for a matmul and its epilogues. Begins with the rank's own shard."""
+        """Emits a loop over the shards of an earlier gather, for a matmul and its epilogues. The rank's own shard comes first."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.made[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
@@ -314,7 +314,7 @@ class _Lowering:
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
-        """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last one of operand 1."""
+        """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last dim of operand 1."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
