@@ -155,8 +155,7 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may write the memory that it reads, because its class allows this or because it reads and writes element
-        by element."""
+        """True if an instruction may write the memory that it reads: its class allows this, or it reads and writes element by element."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):

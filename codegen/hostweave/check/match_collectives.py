@@ -181,8 +181,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # A communication counts as posted once the queue reaches it. A wait blocks the following instructions until its signal
-                # arrives.
+                # A communication is posted once the queue reaches it. A wait blocks the following instructions until its signal arrives.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

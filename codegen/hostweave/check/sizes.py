@@ -64,8 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat that are checked instead of `count`. The number has the same parity, and exceeds every constant index
-    into a parameter group."""
+    """Number of calls of a repeat to check instead of `count`: of equal parity, and above every constant index into a parameter group."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)

@@ -47,8 +47,7 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# Freeing an array of this size raises glibc's threshold for returning memory to the system. New pages would take longer than the
-# arithmetic.
+# Freeing an array of this size makes glibc keep freed memory of later arrays. New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()

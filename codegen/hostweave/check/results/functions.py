@@ -286,7 +286,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         addend = x.of(y)
-        if addend.lanes > x.lanes:  # x has one lane, and is modified in place
+        if addend.lanes > x.lanes:  # x is updated in place, so it cannot get more lanes
             raise NeedsSingleLane
         for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)

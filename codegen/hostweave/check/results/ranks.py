@@ -266,7 +266,7 @@ class FieldRanks:
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
-        """Ops of a kernel for the sizes of a rank: the result's name, the function, the operands and the dtype of each."""
+        """Ops of a kernel for the sizes of a rank. For each op: name of the result, function, operands, dtype, and offset or None."""
         key = name, self.local_sizes(name)[rank]
         if key not in self.bound_ops:
             ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]

@@ -41,7 +41,7 @@ MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more eleme
 
 @dataclass(frozen=True)
 class Difference:
-    """The first element of an output that differs from the fusion's."""
+    """The first element at which an output differs from the output of the fusion."""
 
     output: str
     rank: int
