@@ -35,7 +35,7 @@ class Iteration:
     """Index space of a kernel: the loops that it needs.
 
     `indices` gives the index of each dim of every value, or None for a dim of one element. A reduction reads values with `kept` and
-    `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all that are not reduced.
+    `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all `kept` indices.
 
     A joined or padded dim of a concat's or pad's operand is called a part, and has a name. A part has the index of the result's dim.
     """
@@ -135,8 +135,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns the dims that no loop iterates over, at most one per value, and the dims that have
-    loops."""
+    """Joins the dims that share an index. Returns the dims without a loop, at most one per value, and the dims with loops."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -152,8 +151,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has further ops except for the iota of this op's rows.
-    Also raises NotOneKernel if the kernel computes or iterates over a value that is read at data-dependent positions."""
+    """An op that needs all elements along a dim at once may share a kernel only with the iota of its rows. Also raises NotOneKernel if the
+    kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
