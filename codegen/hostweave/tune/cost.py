@@ -185,7 +185,7 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
-    """Extra seconds of an attention with sharded keys, as (with gathered keys, with one block of keys per rank).
+    """Extra seconds of an attention with sharded keys: first if the keys are gathered, then if each rank uses one block of keys.
 
     With gathered keys, the extra work is the start of a second gather, for the values, and copies of the gathered keys to the layout of
     attention. With blocks, a rank packs its own keys and values, and combines all results. `gathered` and `result` are in bytes.
@@ -253,7 +253,7 @@ def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest number of elements for which the consuming kernels should exchange data themselves, instead of a collective. 0 if none."""
+    """Largest number of elements that the consuming kernels should exchange themselves, without a collective, or 0."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
@@ -263,7 +263,7 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Extra seconds of a gather by copy engines, as (copying the rank's own shard, rearranging all shards).
+    """Extra seconds of a gather by copy engines: first to copy the rank's own shard, then to rearrange all shards.
 
     Copy engines do not move the rank's own shard. Shards of an inner dim must be rearranged, because no transport can interleave them.
     """

@@ -240,8 +240,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """Returns the only consumer of a gather if it is a matmul whose columns are gathered, directly or through a transpose. Otherwise
-    None."""
+    """Returns the only consumer of a gather if it is a matmul whose columns are gathered, also through a transpose. Otherwise None."""
     uses, types, name, dim = consumers(fusion), fusion.types, gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
