@@ -290,8 +290,8 @@ class Program:
 
         All ranks capture the call together. Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the
         current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program. The
-        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. The CPU target
-        behaves in the same way.
+        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. These rules
+        also hold on the CPU target.
 
         All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
@@ -362,7 +362,7 @@ class Program:
 
         Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
         mark takes about a microsecond. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report
-        shows the one with the median time. `machine` has the figures for the prediction, by default those of the options.
+        shows the call with the median time. `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does.
 
@@ -444,7 +444,7 @@ class Program:
     def _running(self) -> Running:
         """The object that runs the program. Programs that bind inputs of this one share it.
 
-        Made at the first use, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
+        The first use makes it, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
         """
         return self._made or interruptibly(self._make)
 

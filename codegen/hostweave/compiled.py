@@ -57,8 +57,7 @@ class Compiled:
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
-        """Proves the order of all ranks' operations, and compares the results with those of the fusion. Returns the parts that are not
-        covered."""
+        """Proves the order of all ranks' operations, and compares the results with those of the fusion. Returns the parts not covered."""
         from hostweave.check.check import MAX_ELEMENTS, check  # imports NumPy, which compiling without a check does not need
 
         if not isinstance(self.given, Fusion):

@@ -224,8 +224,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """Returns the same computation on one device, and the dtypes of its values. If there is none, returns the reason in place of the
-    program."""
+    """Returns the same computation on one device, or the reason why there is none, and the dtypes of the computation's values."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

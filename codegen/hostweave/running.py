@@ -118,8 +118,7 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the loaded library cannot do the program's communication, or "". Not cached, because another package may load a
-        library later."""
+        """Reason why the loaded library cannot do the program's communication, or "". Not cached, because a library may be loaded later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
@@ -188,7 +187,7 @@ class Running:
             (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: BoundInputs, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
-        """Returns the program on this process's or thread's rank of a group, for a call with these arrays."""
+        """Returns the object that runs calls with these arrays on the rank of this process or thread."""
         expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
@@ -276,7 +275,7 @@ class Running:
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
-        """Returns self, or the variant on the next transport if the ranks of this process cannot use this one."""
+        """Returns self, or the variant on the next transport if the ranks of this process cannot use the transport of self."""
         reach = partial(self._on_all_ranks, lambda _, programs: programs[0].out_of_reach)
         why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
