@@ -1,8 +1,10 @@
-// Runs ag_matmul_p2p in many schedules. It makes three consecutive calls, without synchronisation between them. The caller's
-// stream writes the inputs and reads the outputs.
+// Runs ag_matmul_p2p in many schedules. Each run makes three consecutive calls, without synchronisation between them. The
+// caller's stream writes the inputs and reads the outputs.
 //   ag_matmul parallel|uniform|pct|hosts|mixed FIRST_SEED SEEDS [key=value ...]
-// keys: ranks, fork, join, next (what to leave out), ordered, buffered, check (of hw_cpu_config)
-// Prints one line: right, wrong and reported runs, and whether the first seed gave the same schedule twice.
+// keys: ranks; fork, join (stream whose wait is omitted), next (1: matmuls on the next stream); ordered, buffered, check (of
+// hw_cpu_config)
+// Prints right, wrong and reported runs, whether the last seed gave the same schedule twice, and the time of an op; then the last
+// report.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

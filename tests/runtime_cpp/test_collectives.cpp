@@ -243,7 +243,7 @@ TEST(a_mismatch_names_both_ranks) {
 
 TEST(a_deadlock_is_a_report) {
   for (const int mode : {HW_CPU_PARALLEL, HW_CPU_SEEDED}) {
-    // Rank 3 never issues the collective.
+    // Ranks 2 and 3 never issue the collective.
     const std::string missing = report_of(mode, 4, [](int r, ncclComm_t comm) {
       const Buffer h(4);
       const Stream s;
@@ -286,8 +286,8 @@ TEST(sends_outside_a_group_block) {
 }
 
 TEST(ordered_launches_find_deadlocks_across_streams) {
-  // The ranks issue the two transfers in opposite orders, each on a separate stream: they meet if the streams are
-  // independent, and wait for each other if a communicator launches in issue order.
+  // The ranks issue two transfers in opposite orders, each on a separate stream. The transfers end if the streams are
+  // independent. If a communicator launches in issue order, the ranks wait for each other.
   const auto program = [](int r, ncclComm_t comm) {
     const Buffer a(1), b(1);
     const Stream first, second;

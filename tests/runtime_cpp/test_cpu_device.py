@@ -64,7 +64,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Builds straighten_cuda.cpp with a fake CUDA runtime, whose graphs are plain data and have nodes of unknown kinds."""
+    """Command that builds straighten_cuda.cpp with a fake CUDA runtime. Its graphs are plain data, and may have nodes of unknown kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]
@@ -81,7 +81,7 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """The device and its test programs. One worker builds them in the cache of the session, and the others wait."""
+    """The device and its test programs. One worker builds them in the cache of the session, and other workers wait."""
     return Device(get_or_make("cpu_device", build_all))
 
 

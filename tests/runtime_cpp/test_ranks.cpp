@@ -143,7 +143,7 @@ void expect_an_end(bool rank_blocks) {
   auto given_up = std::chrono::steady_clock::time_point();
   const auto errors = ranks.each(run, [&] {
     while (ranks.waiting(2) < 0.3) std::this_thread::sleep_for(10ms);
-    EXPECT(ranks.instances[2]->progress().done == 2);  // numbers of calls of the previous round
+    EXPECT(ranks.instances[2]->progress().done == 2);  // the two calls of the first round
     given_up = std::chrono::steady_clock::now();
     ranks.abort();
   });
@@ -199,7 +199,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   OK(cudaSetDevice(0));
 }
 
-// Exit status of a process that stops while it creates a channel of `ranks` ranks, of which only one exists.
+// Exit status of a process that exits while it creates a channel of `ranks` ranks, of which only one exists.
 int status_after_a_channel(int ranks) {
   const pid_t child = fork();
   if (child == 0) {

@@ -50,7 +50,7 @@ TEST(legacy_default_stream_orders_blocking_streams) {
     const Buffer x(1), y(1);
     OK(set(x, 3, 1, before));
     OK(cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToDevice, nullptr));  // waits for `before`
-    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // `after` waits for it
+    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // `after` waits for the copy
   });
 }
 

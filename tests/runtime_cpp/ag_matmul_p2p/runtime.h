@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests: the stream whose fork or join is omitted, or the stream of the matmul.
+// Faults for tests: the stream whose wait is omitted in fork or join, or matmuls on the next stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;
