@@ -1,6 +1,6 @@
-// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. Three kinds of steps are timed. The first only
-// synchronizes with the peer, the second also sends rows, and the third also adds the rows. A CUDA graph of sixteen dependent
-// steps is launched four times.
+// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. Four kinds of steps are timed: an empty kernel, a
+// kernel that only synchronizes with the peer, one that also sends rows, and one that also adds them. A CUDA graph of sixteen
+// dependent steps is launched four times.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
 // Run     ./exchange_bound (on two GPUs with peer access).

@@ -101,7 +101,7 @@ struct Gpu {  // one rank
   std::vector<std::string> wanted;  // sections and cases to run; if empty, all
   ncclComm_t comm;
   Lane lanes[2];
-  cudaStream_t main, transfers;  // main: stream of the first compute stream
+  cudaStream_t main, transfers;  // main is the stream of lanes[0]
   cudaEvent_t begin, end, link;
   bf16 *plain, *window;  // memory, whose layout each case defines; the window has the same layout on all ranks
   ncclWindow_t handle;
@@ -177,8 +177,8 @@ void all_gather(Gpu& gpu, const bf16* shard, bf16* all, size_t count) {
 bf16* on_peer(const Gpu& gpu, int peer, const bf16* block) { return gpu.window_of[peer] + (block - gpu.window); }
 int signal_number(int distance, int piece = 0) { return distance * 8 + piece; }
 
-// Writes to the peer's copy of `to`, then sends the signal to the peer; both buffers are in the window. Only one stream of a rank
-// may put or signal at a time: NCCL stages signal values in memory that all streams share.
+// Writes to the peer's copy of `to`, then sends the signal to the peer. `from` and `to` are in the window. Only one stream of a
+// rank may put or signal at a time: NCCL stages signal values in memory that all streams share.
 void put(Gpu& gpu, const bf16* from, size_t count, int peer, const bf16* to, int signal, cudaStream_t stream) {
   const size_t offset = (to - gpu.window) * sizeof(bf16);
   CHECK_NCCL(ncclPutSignal(from, count, ncclBfloat16, peer, gpu.handle, offset, signal, 0, 0, gpu.comm, stream));
