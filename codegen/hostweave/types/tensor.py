@@ -374,7 +374,7 @@ def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) 
 
 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Index of a rank's block in a global array of `shape`. The first axis of a dim splits it outermost."""
+    """Index of a rank's block in a global array of `shape`. The first axis of a dim is the outermost split."""
     return indices(_runs(type_, mesh, rank, shape))
 
 
