@@ -183,7 +183,7 @@ class ChunkLoop:
 
     @property
     def communication(self) -> Op | None:
-        """The first reshard in the loop, or None. In a loop by shard, it communicates the block that an iteration computes."""
+        """The first reshard in the loop, or None. In a loop by shard, it communicates the block of an iteration."""
         return next((op for op in self.ops if op.result.walked.algorithm), None)
 
     @property

@@ -134,8 +134,8 @@ def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other`, which has the same label, can be split like `dim`. If the op reorders blocks of the dim, a rank has one block, and
-    its length does not matter."""
+    """True if `other`, which has the same label, can be split like `dim`. If the op reorders blocks of the dim, a rank has one block, whose
+    length does not matter."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 

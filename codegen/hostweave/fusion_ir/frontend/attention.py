@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
     - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. Grouped and ungrouped heads draw the same
       numbers.
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
-      last of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
+      last rows of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
 
     The function is one kernel call under the conditions of `attention`, if there is no dropout, and the mask is bool or has the dtype of
     the query. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys and rows

@@ -242,7 +242,7 @@ def _start(
 
 @checked
 def cumsum(x: Tensor, axis: Axis) -> Tensor:
-    """Cumulative sums along a dim, in the shape and dtype of x. x has ints or floats. Small floats are summed in f32.
+    """Cumulative sums along a dim, in the shape and dtype of x. x has ints or floats. Floats of at most 16 bits are summed in f32.
 
     A sharded dim is gathered first.
 
@@ -303,8 +303,7 @@ _MOST_CHOSEN = 2048  # largest k for which a GPU selects k elements instead of s
 
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest elements along a dim, and their indices (i64), sorted from the most extreme one. Equal elements keep their
-    order.
+    """The k largest or smallest elements along a dim, and their indices (i64), the most extreme first. Equal elements keep their order.
 
     A NaN counts as the largest element. A sharded dim is gathered first.
 

@@ -27,7 +27,7 @@ _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.ite
 
 
 def _kind(written: str, dtype: DType) -> str:
-    """Op of an operator for a tensor of this dtype. `&` is bitwise for ints and logical for bools."""
+    """Kind of op for an operator on tensors of this dtype. `&` is bitwise for ints and logical for bools."""
     is_of_bits = dtype.kind in INTS
     return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
