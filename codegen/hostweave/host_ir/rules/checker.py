@@ -221,8 +221,7 @@ class Checker:
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks that its transport supports the communication, and that it includes all ranks that execute the
-        communication."""
+        """Channel of a communication. Checks its transport, and that it includes all ranks that execute the communication."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
