@@ -30,7 +30,7 @@ from hostweave.types.tensor import Dim
 
 
 def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
-    """Adds a dim for the ranks that split the experts to the values between grouped matmuls."""
+    """Adds a dim to the values between grouped matmuls, with one index for each rank that has some of the experts."""
     return _Apart(fusion).rewritten()
 
 

@@ -105,7 +105,7 @@ class Planner:
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """The child after which the body's main stream is ordered after all uses of the buffer."""
+        """The first child at whose end the body's main stream is ordered after all uses of the buffer."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
@@ -204,7 +204,7 @@ def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """The child after which the caller's stream is ordered after an access."""
+    """The first child at whose end the caller's stream is ordered after an access."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)

@@ -63,7 +63,7 @@ class _Reducing:
         for place, i, most in found:
             launch, end = alone[place.number], place
             merged = links.union(links.uses.places[place.number])
-            for one in merged if isinstance(merged, list) else ():  # there is at most one
+            for one in merged if isinstance(merged, list) else ():  # the list has at most one launch
                 between = self.uses.places[place.number + 1 : one.consumer.number]
                 is_first = not any(isinstance(p.instruction, ir.Communication) for p in between)
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):

@@ -5,8 +5,8 @@
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
-with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul accumulates
-onto its result. `widen_rows` has already aligned the starts of rows, so no matrix is copied.
+with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul adds to this
+first result. `widen_rows` has already aligned the starts of rows, so no matrix is copied.
 """
 
 from collections.abc import Iterator

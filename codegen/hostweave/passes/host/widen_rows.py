@@ -50,7 +50,7 @@ class _Rows:
         left = unaligned(matmul, types, machine)
         copied = left.pitched if left else ()
         moved = sum(2 * int(product(type.shape)) * type.dtype.itemsize for type in (types[getattr(matmul, field)] for field in copied))
-        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # all iterations would use one copy
+        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # all iterations would share the copy
             return
         for root in widened:
             allocate = self.uses.allocates[root]
@@ -76,7 +76,7 @@ class _Rows:
             for view in self.uses.viewed.get(root, ()):
                 new.update(view.instruction.defined(types))
                 types.update(new)
-        except ValueError:  # the view merges the dim of the rows with another one
+        except ValueError:  # the view merges the dim of the rows with another dim
             return {}
         return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
 
@@ -115,7 +115,7 @@ class _Rows:
         return back
 
     def copying(self, src: str, dst: str, type: BufferType) -> str:
-        """Name of a new kernel that copies a buffer. It can fuse with kernels that read the result."""
+        """Name of a new kernel that copies a buffer. The kernel can fuse with kernels that read the result."""
         tensor, kernel = unsharded(type), unique_name(f"copy_{dst}", self.kernels)
         self.kernels[kernel] = ir.Kernel(kernel, (ir.Parameter(src, tensor),), (Op("copy", (src,), Value(dst, tensor)),))
         return kernel

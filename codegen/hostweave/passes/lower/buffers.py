@@ -83,8 +83,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. Its dims are
-        aligned with the dims of the result's chunk."""
+        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. The dims of the
+        buffer are aligned with the dims of the result's chunk."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:

@@ -110,7 +110,7 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """True if a value can be stored in the memory of `op`'s result. Its other consumers must be attention ops, which can read strided
+    """True if a value can be stored in the memory of `op`'s result. Other consumers must be attention ops, which can read strided
     operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]

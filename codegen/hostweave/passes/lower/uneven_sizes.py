@@ -18,7 +18,7 @@ Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and t
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of sizes that need not divide evenly among ranks, in order of appearance. Each call checks that all other sizes do.
+    """Names of sizes that need not divide evenly among ranks, in order of appearance. Each call checks that all other sizes divide evenly.
 
     Raises ProgramError if an int must divide evenly and does not.
     """
