@@ -58,7 +58,7 @@ class SignalOrder:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields each with the previous one of its rank, if the latter may
+        """Records the signals and waits of a task that starts at `clock`. Yields each with the rank's previous signal or wait, if that may
         still run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:

@@ -56,7 +56,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # a multiple of the divisor as the first symbol suffices; for a size with one symbol, it is also necessary
+            # it suffices that the divisor divides the first symbol; for a size with one symbol, this is also necessary
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -156,7 +156,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
     """Inverts conditions for large sizes, so that the branches for large sizes run at small sizes. A condition is for large sizes if it
-    changes only at sizes of more than `max_factor` times the minimal sizes. None if there are none."""
+    changes only at sizes of more than `max_factor` times the minimal sizes. None without such conditions."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:

@@ -67,7 +67,7 @@ class Lanes:
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """Applies a function that only moves elements to all parts."""
+        """Applies to all parts a function that only moves elements."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
