@@ -30,7 +30,7 @@ def rows_of(type: BufferType) -> tuple[int, int]:
 
 
 def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> bool:
-    """True if an instruction is a matmul whose operands and result may have the given types, by name of the buffer."""
+    """True if an instruction is a matmul that can use buffers of the given types. `types` maps names of buffers to types."""
     return isinstance(i, ir.Matmul) and not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
 
 

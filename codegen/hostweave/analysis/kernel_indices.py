@@ -290,10 +290,10 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if element i of a result depends only on element i of an input. The two may then share memory.
+    """True if element i of a result depends only on element i of an input, so that the result may share memory with the input.
 
     A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. The
-    two may then share memory only if no other thread reads the input.
+    result may then share memory only if no other thread reads the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand
