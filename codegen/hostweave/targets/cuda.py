@@ -165,7 +165,7 @@ def _figures() -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """Returns a cached library of the runtime. It is compiled with these macros and linked to the libraries in `needed`."""
+    """Returns a cached library of the runtime. The library is compiled with these macros and linked to the libraries in `needed`."""
     file = f"libhostweave_{name}.so"
     stamps = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *stamps, toolchain.stamp)
