@@ -259,7 +259,7 @@ class Program:
         """Runs the rank of this process or thread on its local arrays. All ranks of the group make the same calls in the same order, after
         `hw.init`.
 
-        `arrays` are inputs in order, and `named` are other inputs by name. They are contiguous local blocks on the rank's device, and are
+        `arrays` are inputs in order, and `named` are other inputs by name. All are contiguous local blocks on the rank's device, and are
         not copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write
         the outputs to. These arrays must not overlap each other or the inputs. `group` is the default group if it is not given.
 
