@@ -228,7 +228,7 @@ def test_arguments_on_other_ranks_are_none() -> None:
             1,
             0,
             np.empty((4, 5), np.float32),
-            "two_stages: x: rank 1 passes [4, 5], and rank 0 [3, 5]; pass blocks of one f32[M@x, K] on mesh(x=2 of ranks 0, 1)",
+            "two_stages: x: rank 1 passes [4, 5], and rank 0 [3, 5]; pass blocks of one array f32[M@x, K] on mesh(x=2 of ranks 0, 1)",
         ),
     ],
 )

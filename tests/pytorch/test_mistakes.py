@@ -81,7 +81,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"up": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())},
         "plan: up: PrepareModuleOutput is not supported; use ColwiseParallel, ",
     ),
-    "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, but 3 are stated; write an axis or - for each dim"),
+    "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, but 3 dims are stated; write an axis or - for each dim"),
     "input": ({"x": "-"}, 'plan: "x" states 1 dims, but x has 2'),
 }
 

@@ -91,7 +91,7 @@ def test_module(written: Callable[..., Any], message: str) -> None:
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "fight": ({"up.weight": "dp, -", "*.weight": "-, dp"}, 'plan: up.weight is sharded as "dp, -" by "up.weight" and as "-, dp" by '),
     "nothing": ({"upp.weight": "dp, -"}, 'plan: "upp.weight" matches none of the parameters, inputs or modules; did you mean up.weight'),
-    "result": ({"up": "dp, -, -"}, "plan: up returns 2 dims, but 3 are stated; write an axis or - for each dim"),
+    "result": ({"up": "dp, -, -"}, "plan: up returns 2 dims, but 3 dims are stated; write an axis or - for each dim"),
 }
 
 
@@ -128,7 +128,7 @@ def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> N
 def test_a_step_needs_one_loss() -> None:
     module = Layer()
     with pytest.raises(
-        ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return only the loss"
+        ProgramError, match="optimizer: a step needs one scalar result, the loss, but the module returns 0 scalars; return only the loss"
     ):
         hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
 

@@ -64,8 +64,8 @@ def test_processes_compare_sizes_at_every_call_with_verify_calls() -> None:
         return messages
 
     for number, (sizes, rows, dtype) in enumerate(as_processes(RANKS, rank, call_timeout=20)):
-        assert sizes == "ag_matmul: w: rank 3 passes [8, 24], and rank 0 [8, 12]; pass blocks of one f32[K, N]"
-        assert rows == "ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one f32[M@x, K]"
+        assert sizes == "ag_matmul: w: rank 3 passes [8, 24], and rank 0 [8, 12]; pass blocks of one array f32[K, N]"
+        assert rows == "ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one array f32[M@x, K]"
         reason = "ag_matmul: w: expected f32[K, N], got i32[8, 12]; cast it, or compile for i32"
         assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot continue: {reason}")
 

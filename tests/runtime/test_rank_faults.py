@@ -52,9 +52,9 @@ def test_a_rank_with_a_wrong_array() -> None:
 
 def test_a_rank_with_another_size() -> None:
     errors = then_works(lambda rank: AG_MATMUL(x_of(rank), W if rank != 3 else W[:, :6].copy()))
-    assert errors == ["ag_matmul: w: rank 3 passes [8, 6], and rank 0 [8, 12]; pass blocks of one f32[K, N]"] * RANKS
+    assert errors == ["ag_matmul: w: rank 3 passes [8, 6], and rank 0 [8, 12]; pass blocks of one array f32[K, N]"] * RANKS
     errors = then_works(lambda rank: AG_MATMUL(X[:5] if rank == 2 else x_of(rank), W))
-    assert errors == ["ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one f32[M@x, K]"] * RANKS
+    assert errors == ["ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one array f32[M@x, K]"] * RANKS
 
 
 def test_a_rank_that_calls_another_program() -> None:
@@ -340,8 +340,11 @@ def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
             "process, but group 'default' has 2 processes; use hw.Threads or program.run"
         )
         assert "rank 1 calls gathered on mesh(x=2), rank 0 other on mesh(x=2); all ranks of a group call the same" in programs
-        assert "gathered: x: rank 1 passes [2, 3], and rank 0 [2, 2]; pass blocks of one f32[M@x, K]" in sizes
-        assert "x: rank 0 passes [1, 3] of [2, 3], rank 1 passes [2, 3] of [4, 3]; pass blocks of one f32[M@x, K]" in counts
+        assert "gathered: x: rank 1 passes [2, 3], and rank 0 [2, 2]; pass blocks of one array f32[M@x, K]" in sizes
+        assert (
+            "x: rank 0 passes block [1, 3] of an array [2, 3], rank 1 passes block [2, 3] of an array [4, 3]; pass blocks of one array"
+            in counts
+        )
         assert "rank 0: call 2 of gathered is not done after 1 seconds" in late or (rank == 1 and "has failed" in late), late
         assert hosts == (
             "ArgumentError gathered: is for the target cpu, whose ranks share the memory of one host; group 'default' is on 2 hosts; "

@@ -111,15 +111,15 @@ def on_two_ranks(script: str, transport: str, **more: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
 def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
-    fit = "pass blocks of one f32[M@x, K]"
+    fit = "pass blocks of one array f32[M@x, K]"
     for rank, lines in enumerate(on_two_ranks(CASES, transport)):
         expected = [
-            f"x: rank 0 passes [2, 3] of [4, 3], rank 1 passes [3, 3] of [6, 3]; {fit}",
+            f"x: rank 0 passes block [2, 3] of an array [4, 3], rank 1 passes block [3, 3] of an array [6, 3]; {fit}",
             "right 1.0 1.0 2.0 2.0",
-            f"x: rank 0 passes [4, 3] of [8, 3], rank 1 passes [5, 3] of [10, 3]; {fit}",
-            f"x: rank 0 passes [3, 5] of [6, 5], rank 1 passes [3, 6] of [6, 6]; {fit}",
-            f"x: rank 0 passes [7, 3] of [14, 3], rank 1 passes [6, 3] of [12, 3]; {fit}, and sizes= where ranks hold blocks",
-            "x: rank 0 passes [7, 3] of [13, 3], rank 1 passes [7, 3] of [14, 3]",
+            f"x: rank 0 passes block [4, 3] of an array [8, 3], rank 1 passes block [5, 3] of an array [10, 3]; {fit}",
+            f"x: rank 0 passes block [3, 5] of an array [6, 5], rank 1 passes block [3, 6] of an array [6, 6]; {fit}",
+            f"rank 1 passes block [6, 3] of an array [12, 3]; {fit}, and sizes= where ranks hold blocks",
+            "x: rank 0 passes block [7, 3] of an array [13, 3], rank 1 passes block [7, 3] of an array [14, 3]",
             "right 1.0 1.0 2.0",
             "prepare: rank 0 gives M=6 K=3, and rank 1 M=8 K=3; give the same sizes on all ranks",
             "right",
@@ -127,7 +127,7 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
             "right 1.0 1.0 1.0 2.0 2.0 2.0",
             "w: expected f32[K], got f64[3]" if rank else "rank 1 cannot continue: gathered: w: expected f32[K], got f64[3]",
             "right 1.0 1.0 2.0 2.0",
-            "x: rank 0 passes [4, 3] of [8, 3], rank 1 passes [5, 3] of [10, 3]",
+            "x: rank 0 passes block [4, 3] of an array [8, 3], rank 1 passes block [5, 3] of an array [10, 3]",
         ]
         for line, want in zip(lines, expected, strict=True):
             assert want in line, (rank, lines)
@@ -169,7 +169,7 @@ assert time.monotonic() - started < 10
 """
     for first, second, third, last in on_two_ranks(script, "one_sided", BY=by):
         assert (first[:5], second[:5], third[:5]) == ("right", "right", "right")
-        assert "x: rank 0 passes [3, 3] of [5, 3], rank 1 passes [2, 3] of [4, 3]" in last
+        assert "x: rank 0 passes block [3, 3] of an array [5, 3], rank 1 passes block [2, 3] of an array [4, 3]" in last
 
 
 @pytest.mark.parametrize("by", ["memory", "store"])

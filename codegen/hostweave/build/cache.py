@@ -31,7 +31,7 @@ _SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its mo
 _EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
-_MIN_UNUSED_SECONDS = 3600.0  # an entry is not evicted within so many seconds of its last use: a build may be about to link it
+_MIN_UNUSED_SECONDS = 3600.0  # an entry is kept for this time after its last use, because a build may be about to link it
 EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
 _MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
 _MAX_CLOCK_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
@@ -228,7 +228,7 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the others are within the limit, but no entry that was used within the last hour.
+    """Removes the least recently used entries until the cache is within its limit. Keeps entries that were used within the last hour.
 
     Does nothing if the last eviction was less than `period` seconds ago, because an eviction reads all entries.
     """

@@ -65,18 +65,15 @@ def units_of(kernels: str) -> list[Unit]:
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so each change of one would recompile all units
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h declares all kernels: one changed kernel would recompile all
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units. A unit has one paragraph after the marker line, between the text before the line and the
-    last paragraph.
-
-    A file without the marker line is one unit.
-    """
+    """Splits a runtime file into units. Each unit has the text before the marker line, one paragraph after this line, and the last
+    paragraph of the file. A file without the marker line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]

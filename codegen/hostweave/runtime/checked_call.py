@@ -250,7 +250,7 @@ class Arguments:
                 differing = next(rank for rank in holders if shapes[rank] != most_common)
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {differing} passes {list(shapes[differing])}, "
-                    f"and rank {shapes.index(most_common)} {list(most_common)}; pass blocks of one {parameter.type}"
+                    f"and rank {shapes.index(most_common)} {list(most_common)}; pass blocks of one array {parameter.type}"
                 )
         return global_shapes
 

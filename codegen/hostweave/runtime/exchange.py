@@ -1,4 +1,4 @@
-"""Exchanges between the hosts of ranks: each rank contributes a record, and gets the records of all ranks.
+"""Exchanges of records between ranks, on the host: each rank contributes a record, and gets the records of all ranks.
 
 If one rank reports a failure, the others stop waiting. Most records are signatures of calls, by which ranks check that all of them are
 about to make the same call.
@@ -297,7 +297,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The step that a rank is about to take, such as a call of a program or of `group.split`. If it cannot, `error` is the reason."""
+    """The step that a rank is about to take, such as a call of a program or of `group.split`. `error` is the reason if it cannot."""
 
     program: str
     mesh: str
@@ -305,7 +305,7 @@ class CallSignature:
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
     spans: tuple[Span, ...] = ()  # addresses of the rank's arguments, if ranks are threads of one process
     error: str = ""
-    bound: str = ""  # digest of the bound inputs, which are not in `shapes` and `spans`; or another record of the rank
+    bound: str = ""  # for a call: digest of the bound inputs, which are not in `shapes` and `spans`; for other steps: the rank's record
     windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
     call: int = 0  # number of the call whose sizes are compared
 

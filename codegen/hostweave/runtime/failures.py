@@ -142,7 +142,7 @@ class FallibleGroup:
         return None
 
     def left_early(self) -> str | None:
-        """Message that this rank waits in a call, but another rank has left before it. None otherwise."""
+        """Message that this rank waits in a call, but another rank has left before this call. None otherwise."""
         call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None

@@ -13,9 +13,9 @@ CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls
 
 
 class CommonGraphs:
-    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. Needed by two-sided and one-sided transports.
+    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
 
-    Their library requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank knows only whether
+    NCCL requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank knows only whether
     its own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for graphs if nearly
     all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as graphs until the
     next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
@@ -79,10 +79,10 @@ class Captured:
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
-        """Launches the graph after all work on `stream`, like a call of the program. The default is the current stream of the arrays'
-        library.
+        """Launches the graph after all work on `stream`, like a call of the program. By default `stream` is the current stream of the
+        arrays' library.
 
-        Returns `outputs`. On the CPU target it returns when the work is done. Raises ExecutionError if the group has failed, if the program
+        Returns `outputs`, on the CPU target when the work is done. Raises ExecutionError if the group has failed, if the program
         is closed, or if several threads launch the graph without `with step:`. Raises CaptureError if the stream is being captured. Raises
         ArgumentError if arrays are passed.
         """

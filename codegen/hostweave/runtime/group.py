@@ -449,7 +449,7 @@ class Group(FallibleGroup):
             return of_threads
         exchange = StoreExchange(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            # shorter than the timeout of a call, so that a call that waits for a stopped rank 0 ends first
+            # if the process of rank 0 is stopped, requests fail at most SEND_TIMEOUT after the timeout of a call
             store.answer_timeout = min(store.answer_timeout, self.call_timeout + SEND_TIMEOUT)
             for key, reason in exchange.last_wills().items():
                 store.on_disconnect(key, reason.encode())

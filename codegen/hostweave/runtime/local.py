@@ -279,7 +279,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides together with the other ranks whether calls run as graphs from now on. No rank uses graphs if one of them cannot."""
+        """Decides with the other ranks whether calls run as graphs from now on. They do if all ranks vote for graphs and can capture."""
         unseen = native.unseen
         are_wanted = self._all_true(common.vote(unseen))
         agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))

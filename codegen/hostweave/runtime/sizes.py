@@ -158,17 +158,17 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """Describes the first input whose size differs between these ranks, with its size on each."""
+        """Describes the first input whose size differs between these ranks, with its size on each of them."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.global_shapes[index] for sizes in given.values()}) == 1:
                 continue
             ranks_of: dict[str, list[int]] = {}
             for rank, sizes in sorted(given.items()):
-                held = list(sizes.local[index]) if holds(parameter.type, self._host.mesh, rank) else "nothing"
-                ranks_of.setdefault(f"{held} of {list(sizes.global_shapes[index])}", []).append(rank)
+                held = f"block {list(sizes.local[index])}" if holds(parameter.type, self._host.mesh, rank) else "no block"
+                ranks_of.setdefault(f"{held} of an array {list(sizes.global_shapes[index])}", []).append(rank)
             text = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in ranks_of.items())
             uneven = ", and sizes= where ranks hold blocks of different sizes" if self._host.uneven else ""
-            return f"{parameter.name}: {text}; pass blocks of one {parameter.type}{uneven}{self._waits_for}"
+            return f"{parameter.name}: {text}; pass blocks of one array {parameter.type}{uneven}{self._waits_for}"
         return None
 
 

@@ -112,7 +112,7 @@ class Team:
         with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            # on the current thread, because waking the ranks' threads takes longer than the work
+            # stages the calls of all ranks on this thread, because waking the ranks' threads would take longer
             staged_calls = [program.staged(calls) for program in programs]
         with self.lease(module, programs[0].target, schedule()):
             return self.each(lambda rank: staged_calls[rank](work), programs)

@@ -18,7 +18,7 @@ from hostweave.runtime.lifetime import Exiting, calls
 from hostweave.runtime.standstill import print_report
 from hostweave.runtime.stores import StoreClosed
 
-_PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the others
+_PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the other ranks
 
 
 class Watchdog:
@@ -88,7 +88,7 @@ def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) ->
     group = group_ref()
     if not group or group.failure:
         return True
-    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # the first reason is more specific
+    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # in order of decreasing detail
         print_report(report := group.report(reason))
         group.abort(report)
     return bool(reason)

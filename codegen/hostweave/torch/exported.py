@@ -41,7 +41,7 @@ from hostweave.torch.replaced import replaced
 from hostweave.torch.scaled import with_quantized_linears
 from hostweave.torch.strides import of_storages
 
-tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's sizes
+tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's symbolic sizes
 _TORCH = str(Path(torch.__file__).parent)
 
 # Ops that are not decomposed. Each is an op of a fusion, or a composite op that the compiler recognises.

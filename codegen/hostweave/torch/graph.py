@@ -64,7 +64,7 @@ class Graph:
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
-    results: list[AxesOfDims | None] | None = None  # sharding of each output (None: inferred); None if the plan states all of them
+    results: list[AxesOfDims | None] | None = None  # sharding of each output, None if inferred; without a list: see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
@@ -191,8 +191,9 @@ class Graph:
         ProgramError if its number of dims differs from the stated one."""
         for path in modules_of(node) if self.layouts.outputs else ():
             if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
-                if (dims := getattr(made, "ndim", "several results of")) != len(axes):
-                    raise ProgramError(f"plan: {path} returns {dims} dims, but {len(axes)} are stated; write an axis or - for each dim")
+                if (dims := getattr(made, "ndim", None)) != len(axes):
+                    found = "several results" if dims is None else f"{dims} dims"
+                    raise ProgramError(f"plan: {path} returns {found}, but {len(axes)} dims are stated; write an axis or - for each dim")
                 yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:

@@ -338,7 +338,7 @@ def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
 def _losses(results: list[Node]) -> list[Node]:
     found = [node for node in results if node.meta["val"].is_floating_point() and node.meta["val"].ndim == 0]
     if len(found) != 1:
-        why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
+        why = f"a step needs one scalar result, the loss, but the module returns {len(found)} scalars"
         raise ProgramError(f"optimizer: {why}; return only the loss, or omit optimizer= and call backward() and step()")
     return found
 

@@ -233,7 +233,7 @@ class _Read(NamedTuple):
 
     value: Any
     contents: Any
-    found: Any  # the value that was found, possibly in the class
+    found: Any  # the value that the lookup returned, possibly an attribute of the class
 
     @classmethod
     def of(cls, value: Any, found: Any) -> _Read:

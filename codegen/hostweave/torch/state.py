@@ -79,7 +79,7 @@ class State:
                 yield f"forward of {of.__name__} was replaced after compile"
         for one, live, before in self._contents:
             if not is_same(before, live):
-                yield f"{_difference(one, before)} than at compile"
+                yield _difference(one, before)
         for path, hooks, there in self._hooks:
             if list(hooks) != there:
                 yield f"{path or 'the module'} has other hooks than at compile"
