@@ -152,7 +152,7 @@ class Generation:
         more = kwargs.get("max_new_tokens", None if "max_length" in kwargs else config.max_new_tokens)
         total = prompt + more if more else kwargs.get("max_length") or config.max_length or prompt + 20
         if not more and first is not None and not kwargs.get("max_length"):
-            total = max(total, prompt + 20)  # the default of transformers counts new tokens
+            total = max(total, prompt + 20)  # by default transformers generates 20 new tokens
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:

@@ -167,7 +167,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of `narrow` that raises ProgramError if the part begins at a value of a tensor."""
+    """Returns a variant of `narrow` that raises ProgramError if the part begins or ends at a value of a tensor."""
 
     def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):

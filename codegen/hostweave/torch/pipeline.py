@@ -114,7 +114,7 @@ class Pipeline:
         count = self._inputs.microbatches
         if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % count:
             of = f"{value.shape[0]} rows" if isinstance(value, torch.Tensor) and value.ndim else repr(value)
-            raise ArgumentError(f"pipeline: {name} has {of}; pass a tensor whose first dim is a multiple of {count}, the micro-batches")
+            raise ArgumentError(f"pipeline: {name} has {of}; pass a tensor whose first dim is a multiple of microbatches={count}")
         return value.detach().contiguous().chunk(count)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:

@@ -82,7 +82,8 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. Its first result is the loss. Gradients follow, or with an optimizer: norms and new values."""
+    """Records the program. Its results are the loss and the gradients. With an optimizer, the new parameters and state replace the
+    gradients. With clipping, the gradient norms precede them."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 

@@ -56,8 +56,8 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values. Raises ArgumentError if this process has no group, or if the mesh of the DTensors has another
-        number of ranks than the group."""
+        """Mesh for a graph with these values. If some of them are DTensors, raises ArgumentError if this process has no group, or if their
+        mesh has another number of ranks than the group."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:

@@ -44,7 +44,7 @@ _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['
 
 
 class Backend:
-    """Backend of torch.compile. It compiles graphs for `mesh`. The default is the mesh of the graph's DTensors."""
+    """Backend of torch.compile. It compiles a graph for the mesh of its DTensors, or for `mesh` if the graph has no DTensors."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
         """`layouts` states shardings by the names that `module` uses. `settings` are the target and the options for `compile`."""

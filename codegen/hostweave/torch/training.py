@@ -160,9 +160,7 @@ class TrainingModule(Differentiated):
 
                 gather.__name__ = f"{self.program.name}_gather"
                 fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-                options = replace(
-                    self.program.compiled.options, sizes={}, choices={}
-                )  # the options `sizes` and `choices` are for the module's program
+                options = replace(self.program.compiled.options, sizes={}, choices={})  # these two fit only the module's program
                 self._gather = compile_program(fusion, target=self.program.target.name, options=options)
             return self._gather
 
