@@ -59,7 +59,7 @@ def test_demo(capsys: Captured) -> None:
     assert first[2].startswith("y [4, 256, 256] matches NumPy on 4 ranks (largest error ")
     assert first[3].startswith("a call: ")
     assert "simulated" in first[4]
-    folder = Path(out.split("all of it: ")[1].splitlines()[0])
+    folder = Path(out.split("all generated files: ")[1].splitlines()[0])
     assert (folder / "program.cpp").is_file()
 
 
@@ -363,7 +363,7 @@ def test_json_of_a_compile_a_check_and_an_explanation(capsys: Captured, tmp_path
 def test_check_prints_the_proven_properties(capsys: Captured) -> None:
     out = output_of(capsys, "check", P2P, *AT_FOUR).splitlines()
     assert out[0] == "ag_matmul_p2p on mesh(x=4): no race, no deadlock, no unmatched communication on any rank"
-    assert out[1] == "its results are those of the fusion"
+    assert out[1] == "its results equal those of the fusion"
 
 
 def test_help_and_mistakes_of_commands(capsys: Captured) -> None:

@@ -165,7 +165,7 @@ def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:
 
 
 def _first_error(output: str) -> str:
-    lines = output.strip().splitlines() or ["it said nothing"]
+    lines = output.strip().splitlines() or ["it printed nothing"]
     for line in lines:
         if remedy := remedy_of(line):
             return f"{line}; {remedy}"

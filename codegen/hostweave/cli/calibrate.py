@@ -41,7 +41,7 @@ def calibrate() -> Iterator[str]:
             machine = replace(machine, links=(*machine.links, link))
     known = {link.by for link in machine.links}
     machine = replace(machine, links=(*machine.links, *(link for link in H200.links if link.by not in known)))
-    yield f"kept in {figures.save(machine, gpus)}"
+    yield f"stored in {figures.save(machine, gpus)}"
 
 
 # --- computing --------------------------------------------------------------------------------------------------------

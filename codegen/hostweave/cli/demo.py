@@ -49,7 +49,7 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     show(program.fusion_ir, "ir")
     print_title("what you get: what each rank runs, from the generated program.cpp")
     show(enqueued(program.source), "cpp")
-    print(f"\nall of it: {program.folder}")
+    print(f"\nall generated files: {program.folder}")
     print(f"every stage: hostweave inspect seeds:{name} --after all")
     return 0 if largest_error <= 1 else 1
 

@@ -178,7 +178,7 @@ def _check(options: argparse.Namespace) -> None:
         print(json.dumps({"name": compiled.name, "mesh": str(compiled.mesh), "sizes": settings.sizes, "unchecked": unchecked}))
         return
     print(f"{compiled.name} on {compiled.mesh}: no race, no deadlock, no unmatched communication on any rank")
-    print("its results are those of the fusion" if isinstance(program, Fusion) else "its results are not checked: host IR has no fusion")
+    print("its results equal those of the fusion" if isinstance(program, Fusion) else "its results are not checked: host IR has no fusion")
     for text in unchecked:
         print(f"not checked: {text}")
 

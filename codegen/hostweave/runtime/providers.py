@@ -63,7 +63,7 @@ class Threads:
     A thread becomes the first free rank, and the rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1
     or above 1024.
 
-    Example: `ys = hw.Threads(8).run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
+    Example: `ranks = hw.Threads(8)`, then `ys = ranks.run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
 
     def __init__(self, count: int):

@@ -37,7 +37,7 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """Returns the choices of a program with measured times. In each choice, the alternatives that were run come first, fastest first.
+    """Returns the choices of a program with measured times. Each choice keeps only the alternatives that were run, fastest first.
 
     `make` compiles the program with given alternatives. `key` identifies the options and the machine. Raises ProgramError if a size is not
     stated. Raises ProgramError in a process that is one of several ranks, unless an earlier result is stored.

@@ -17,7 +17,7 @@ const char* name_of(Transport transport);
 
 class PeerGroup;
 
-// Memory that this rank shares for its application, and the memory that each other rank shares. This rank can access all of it.
+// Memory that this rank shares with its peers for the application, and the shared memory of each peer, as this rank maps it.
 struct SharedMemory {
   char* data = nullptr;
   size_t bytes = 0;

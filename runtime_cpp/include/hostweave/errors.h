@@ -1,4 +1,4 @@
-// Exceptions of the runtime. Python has the same ones in hostweave.base.errors.
+// Exceptions of the runtime. hostweave.base.errors has the same exceptions in Python.
 #pragma once
 #include <stdexcept>
 #include <string>

@@ -64,10 +64,10 @@ typedef struct hw_id {
 /* One rank of a world. */
 typedef struct hw_world hw_world;
 
-/* Ranks are threads of this process, one device each. Fails if this host has fewer devices; the CPU target creates them. Call it
- * once, before all other calls. */
+/* Declares that ranks are threads of this process, with one device each. Fails if this host has fewer GPUs; the CPU target
+ * creates its devices. Call it once, before all other calls. */
 hw_status hw_use_devices(int count);
-/* Ranks are processes. Every process calls it once, before all other calls. */
+/* Declares that ranks are processes. Every process calls it once, before all other calls. */
 hw_status hw_use_processes(void);
 hw_status hw_new_id(hw_id* id);
 /* Collective: joins the world. Makes the device current. */
