@@ -48,7 +48,7 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
             found.setdefault(axes, path)
     if len(found) > 1:
         (one, path), (other, at) = list(found.items())[:2]
-        raise ProgramError(f"fully_shard has the axes {one} for {path or 'the module'} and {other} for {at}; use the same for all")
+        raise ProgramError(f"fully_shard has the axes {one} for {path or 'the module'} and {other} for {at}; use the same axes for both")
     return next(iter(found), ())
 
 

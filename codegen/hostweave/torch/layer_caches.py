@@ -144,7 +144,7 @@ class Part:
             vars(self._cache)["layers"] = self._layers
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
-        """Returns the state after a call, and a reason why the layer cannot represent others, or "". Adds new tensors to `made`."""
+        """Returns the state after a call, and a reason why the layer cannot represent other layers, or "". Adds new tensors to `made`."""
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}

@@ -92,9 +92,9 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// Sorts the first k elements of a long row if few candidates remain after filtering. The threshold is the k-th smallest of the
-// threads' minima, so at least k elements do not exceed it. These elements are the candidates. They are few, unless many elements
-// are equal.
+// Sorts the first k = order.length elements of a long row. Returns false if more than kSorted candidates remain. A candidate does
+// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. There are few of them, unless many
+// elements are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -119,8 +119,8 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Writes the indices of the first elements of a row to `tile`, unsorted. Of equal elements, lower indices come first. Radix
-// select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
+// Writes the indices of the first elements of a row to `tile`, unsorted. Equal elements are selected by index.
+// Radix select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));

@@ -62,7 +62,7 @@ _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 def computed(
     op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], GivenSizes], trace: hw.Tensor
 ) -> Any:
-    """Calls the entry of an op in place of a node of the graph. `shape_of` gives the shapes of the node's results."""
+    """Computes a node of the graph by the table's entry for `op`. `shape_of` gives the shapes of the node's results."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
     kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
