@@ -15,10 +15,10 @@ CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls
 class CommonGraphs:
     """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
 
-    NCCL requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank knows only whether
-    its own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for graphs if nearly
-    all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as graphs until the
-    next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
+    The library of these transports requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank
+    knows only whether its own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
+    graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as
+    graphs until the next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
     """
 
     def __init__(self) -> None:
