@@ -232,7 +232,7 @@ class Runs:
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
-        """Names in order, with groups replaced as in `group_inputs`. `wanted` maps each required column to the argument of an Unfit."""
+        """Names in order, with groups replaced as in `group_inputs`. Raises Unfit(wanted[column]) if that column is in no group."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
