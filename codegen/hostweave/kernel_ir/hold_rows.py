@@ -34,7 +34,7 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # the same if threads hold computed values, which need more registers than 16-bit inputs
+MANY_THREADS = 1024  # instead of ROW_THREADS, if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # preferred least number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
