@@ -47,7 +47,7 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, also if only an `on` body uses
+    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, even if only one `on` body uses
     it."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
