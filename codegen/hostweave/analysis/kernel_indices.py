@@ -151,8 +151,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """An op that needs all elements along a dim at once may share a kernel only with the iota of its rows. Also raises NotOneKernel if the
-    kernel computes or iterates over a value that is read at data-dependent positions."""
+    """An op that needs all elements along a dim at once may share a kernel only with the iota of its rows. Raises NotOneKernel if it shares
+    more, or if the kernel computes or iterates over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
