@@ -165,8 +165,8 @@ class Program:
         """Explains the compiler's choices.
 
         Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. The line of an
-        attention op states if the op is one library call. A matmul that is split because its sizes are not aligned has a line, too. Raises
-        ProgramError if the program was compiled from host IR, for which the compiler chooses nothing.
+        attention op states whether the op is one library call. A matmul that is split because its sizes are not aligned has a line, too.
+        Raises ProgramError if the program was compiled from host IR, for which the compiler chooses nothing.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -444,7 +444,7 @@ class Program:
     def _running(self) -> Running:
         """The object that runs the program. Programs that bind inputs of this one share it.
 
-        The first use makes it, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
+        The first use creates it, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
         """
         return self._made or interruptibly(self._make)
 
