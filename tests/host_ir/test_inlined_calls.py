@@ -69,9 +69,9 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
   if M % 4 == 0 {
     launch @negative_h %twice_h -> %layer_h_3
   } else {
-    %layer_h_2_2 = allocate f32[M/2, E]
-    launch @negative_h %twice_h -> %layer_h_2_2
-    copy %layer_h_2_2 -> %layer_h_3
+    %layer_h_4 = allocate f32[M/2, E]
+    launch @negative_h %twice_h -> %layer_h_4
+    copy %layer_h_4 -> %layer_h_3
   }
   fork ring
   for %layer_i_2 in 0..2 {

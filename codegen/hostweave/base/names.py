@@ -1,15 +1,17 @@
 """Unique names for values and symbols."""
 
+import itertools
 from collections.abc import Container
 
 
 def unique_name(base: str, used: Container[str]) -> str:
-    """Returns `base`, or the first of `base_2`, `base_3`, ... that is free."""
-    name, number = base, 1
-    while name in used:
-        number += 1
-        name = f"{base}_{number}"
-    return name
+    """Returns `base`, or the first of `base_2`, `base_3`, ... that is free. If `base` is such a name, `y_2` of `y`, returns `y_3`."""
+    if base not in used:
+        return base
+    stem, _, number = base.rpartition("_")
+    if not number.isdecimal() or stem not in used:
+        stem, number = base, "1"
+    return next(name for count in itertools.count(int(number) + 1) if (name := f"{stem}_{count}") not in used)
 
 
 def claim_unique(base: str, used: set[str]) -> str:

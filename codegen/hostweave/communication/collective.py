@@ -1,6 +1,6 @@
 """Lowers a reshard to one collective, of a whole value or of one chunk in a loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -132,11 +132,11 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
     gather(b, src, landing, shards, None, wants_own=False)
 
 
-def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
+def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps) -> str:
     """Returns a view of an iteration's shard in the buffer of `gather_apart`. If the shard is this rank's own, first emits a copy of the
-    shard to the view. Otherwise `arrived` emits the wait for the end of the gather."""
+    shard to the view."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))
-    branch(b, own, lambda: b.emit(ir.Copy(source, shard)), arrived)
+    branch(b, own, lambda: b.emit(ir.Copy(source, shard)))
     return shard

@@ -146,4 +146,5 @@ def branch(b: Builder, condition: Expr, then: Callable[[], None], otherwise: Cal
     with b.nested() as not_taken:
         if otherwise:
             otherwise()
-    b.emit(ir.If(condition, tuple(taken), tuple(not_taken)))
+    if taken or not_taken:
+        b.emit(ir.If(condition, tuple(taken), tuple(not_taken)))

@@ -23,7 +23,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [m, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
     hw::MemoryPlan memory;
     memory.allocate(x_resharded_, 4 * m * K, ring_);

@@ -24,7 +24,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({4, M / 12, K}, {K, N}, hw::Strided({4, M / 12, N}, {M / 4 * N, N, 1}));
     hw::MemoryPlan memory;
     memory.allocate(x_gathered_, M / 3 * K, ring_);

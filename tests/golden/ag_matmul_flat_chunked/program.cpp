@@ -25,7 +25,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
     hw::MemoryPlan memory;
     memory.allocate(x_gathered_, M / 8 * K, ring_);

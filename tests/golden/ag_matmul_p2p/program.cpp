@@ -24,7 +24,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [m, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({m, K}, {K, N}, {m, N});
     hw::MemoryPlan memory;
     memory.allocate(x_gathered_, m * K, ring_);

@@ -26,7 +26,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate_window(x_gathered_, M * K);

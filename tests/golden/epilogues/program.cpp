@@ -30,7 +30,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     plan_s_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     hw::MemoryPlan memory;

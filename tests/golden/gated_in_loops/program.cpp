@@ -33,7 +33,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, F, F_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_g_and_u_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
     plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
     hw::MemoryPlan memory;

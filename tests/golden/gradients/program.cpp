@@ -30,7 +30,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [T, K, N, T_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
     plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
     hw::MemoryPlan memory;

@@ -23,7 +23,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, M_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_h_.prepare({M_x, 8}, {8, 3}, {M_x, 3});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);

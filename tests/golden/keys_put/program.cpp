@@ -33,7 +33,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [S] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_blocks_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
                            hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
     plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),

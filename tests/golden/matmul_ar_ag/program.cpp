@@ -28,7 +28,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, K_tp] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
     hw::MemoryPlan memory;
     memory.allocate(matmul_w_, M / 6 * N, ring_);

@@ -27,7 +27,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, K_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 3, K_x}, {K_x, N}, {M / 3, N});
     prepared_ = sizes;
   }

@@ -27,7 +27,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, M_dp, K_tp] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
     hw::MemoryPlan memory;
     memory.allocate(matmul_w_, N / 2 * M_dp, ring_);

@@ -23,7 +23,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, K_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M, K_x}, {K_x, N}, {M, N});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);

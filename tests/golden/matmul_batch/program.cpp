@@ -22,7 +22,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [B, M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M, K}, {K, N}, {M, N});
     prepared_ = sizes;
   }

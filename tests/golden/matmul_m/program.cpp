@@ -22,7 +22,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 3, K}, {K, N}, {M / 3, N});
     prepared_ = sizes;
   }

@@ -28,7 +28,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, K_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate(matmul_w_, M * N);

@@ -23,7 +23,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [m, K, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
     hw::MemoryPlan memory;
     memory.allocate(matmul_w_, 4 * m * N, ring_);

@@ -37,7 +37,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, E, F, F_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_in_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
     plan_matmul_w_out_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
     hw::MemoryPlan memory;

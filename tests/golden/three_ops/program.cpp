@@ -23,7 +23,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, N] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     hw::MemoryPlan memory;
     memory.allocate(a_, M * N);
     arena_.reserve(memory);

@@ -35,7 +35,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, F, F_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     plan_matmul_v_.prepare({M, N}, {N, F_x}, {M, F_x});
     plan_matmul_u_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});

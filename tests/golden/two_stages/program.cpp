@@ -29,7 +29,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     if (on_ranks_0_1_) plan_h_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
     if (on_ranks_2_3_) plan_y_.prepare({M_x_of_ranks_2_3, N}, {N, K}, {M_x_of_ranks_2_3, K});
     hw::MemoryPlan memory;

@@ -42,7 +42,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
     if (on_ranks_0_1_) plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
     if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});

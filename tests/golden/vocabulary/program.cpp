@@ -31,7 +31,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     hw::MemoryPlan memory;
     memory.allocate(table_taken_partial_, D * T);
     arena_.reserve(memory);

@@ -31,7 +31,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, M_dp] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_h_.prepare({M_dp, K}, hw::Strided({K, N / 4}, {1, K}), hw::Strided({M_dp, N / 4}, {N, 1}));
     plan_y_.prepare({M_dp, N}, {N, K / 4}, hw::Strided({M_dp, K / 4}, {K, 1}));
     hw::MemoryPlan memory;
@@ -98,10 +98,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // test_golden.py:35  h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_dp + i) % 4;
-    auto* all_up_i = all_up_ + p * (K / 4 * N);
-    if (p != rank_dp) {
+    if (i == 1) {
       HW_CHECK(cudaStreamWaitEvent(caller, all_up_ready_[0], 0));
     }
+    auto* all_up_i = all_up_ + p * (K / 4 * N);
     const auto* up_chunk = p == rank_dp ? up : all_up_i;
     auto* h_i = h_ + p * (N / 4);
     HW_CHECK(plan_h_.multiply(x, up_chunk, h_i, {caller, workspace_}));
@@ -109,10 +109,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // test_golden.py:36  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_dp + i) % 4;
-    auto* all_down_i = all_down_ + p * (K / 4 * N);
-    if (p != rank_dp) {
+    if (i == 1) {
       HW_CHECK(cudaStreamWaitEvent(caller, all_down_ready_[0], 0));
     }
+    auto* all_down_i = all_down_ + p * (K / 4 * N);
     const auto* x_i = x + p * (K / 4);
     auto* y_i = y + p * (K / 4);
     const auto* down_chunk = p == rank_dp ? down : all_down_i;

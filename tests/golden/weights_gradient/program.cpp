@@ -24,7 +24,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [M, K, N, M_x, N_x] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare(hw::Strided({K, M}, {1, K}), {M, N_x}, {K, N_x});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);

@@ -33,13 +33,13 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
   }
 }
 
-// %dk_before_add: bf16[2, S/2, 64] = add(%dk_before_half, %dk_before_first_partial)
+// %dk_before_add: bf16[2, S/2, 64] = add(%dk_before_first_half, %dk_before_first_partial)
 // %dk_before_expand_dims: bf16[2, 1, S/2, 64] = reshape(%dk_before_add)
 // %dk_before_concat: bf16[2, 2, S/2, 64] = concat(%dk_before_expand_dims, %dk_before_expand_dims_2, axis=1)
-__global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_half, const hw::bf16* dk_before_first_partial,
+__global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_first_half, const hw::bf16* dk_before_first_partial,
                                                     const hw::bf16* dk_before_expand_dims_2, hw::bf16* dk_before_concat,
                                                     int64_t S) {
-  HW_TOUCHES(hw::reads(dk_before_half, {2, 32 * S}, {64 * S, 1}), hw::reads(dk_before_first_partial, 64 * S),
+  HW_TOUCHES(hw::reads(dk_before_first_half, {2, 32 * S}, {64 * S, 1}), hw::reads(dk_before_first_partial, 64 * S),
              hw::reads(dk_before_expand_dims_2, {2, 32 * S}, {64 * S, 1}), hw::writes(dk_before_concat, 128 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
@@ -49,11 +49,11 @@ __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_ha
       const int64_t j = element % Index(32 * S);
       hw::Values<float, kWidth> dk_before_concat_1;
       if (k < 1) {
-        const auto dk_before_half_ij = hw::load<kWidth>(dk_before_half + i * (64 * S) + j);
+        const auto dk_before_first_half_ij = hw::load<kWidth>(dk_before_first_half + i * (64 * S) + j);
         const auto dk_before_first_partial_ij = hw::load<kWidth>(dk_before_first_partial + i * (32 * S) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float dk_before_add = dk_before_half_ij.f32(e) + dk_before_first_partial_ij.f32(e);
+          const float dk_before_add = dk_before_first_half_ij.f32(e) + dk_before_first_partial_ij.f32(e);
           dk_before_concat_1[e] = dk_before_add;
         }
       } else {
@@ -71,10 +71,10 @@ __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_ha
       hw::store(dk_before_concat + element, dk_before_concat_element);
     }
   };
-  if (hw::aligned(dk_before_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat) &&
+  if (hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat) &&
       hw::fits_int32(128 * S)) {
     compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(dk_before_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat)) {
+  } else if (hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat)) {
     compute(hw::Width<8>(), int64_t());
   } else {
     compute(hw::Width<1>(), int64_t());

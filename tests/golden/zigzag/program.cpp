@@ -33,7 +33,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const auto [S] = sizes;
   if (prepared_ != sizes) {
     const int64_t rank_cp = rank_.index();
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
                     hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
                     rank_cp * (S / 8));
@@ -113,22 +113,22 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, v_in_order_gathered_,
                           v_in_order_pieces_, S));
   HW_CHECK(plan_y_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
-  const auto* q_piece_2 = q + 8 * S;
+  const auto* q_second_piece = q + 8 * S;
   auto* y_pieces_1 = y + 8 * S;
-  HW_CHECK(plan_y_1_.attend(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
+  HW_CHECK(plan_y_1_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
   // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
   HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_before_first_partial_,
                                   dv_before_first_partial_, caller));
-  const auto* dy_piece_2 = dy + 8 * S;
+  const auto* dy_second_piece = dy + 8 * S;
   auto* dq_pieces_1 = dq + 8 * S;
-  HW_CHECK(plan_dq_1_.differentiate(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_, dy_piece_2,
-                                    dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_, caller));
-  auto* dk_before_half_2 = dk_before_second_partial_ + 32 * S;
+  HW_CHECK(plan_dq_1_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_,
+                                    dy_second_piece, dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_, caller));
+  auto* dk_before_second_half = dk_before_second_partial_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
-                          dk_before_second_partial_, dk_before_first_partial_, dk_before_half_2, dk_before_concat_, S));
-  auto* dv_before_half_2 = dv_before_second_partial_ + 32 * S;
+                          dk_before_second_partial_, dk_before_first_partial_, dk_before_second_half, dk_before_concat_, S));
+  auto* dv_before_second_half = dv_before_second_partial_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
-                          dv_before_second_partial_, dv_before_first_partial_, dv_before_half_2, dv_before_concat_, S));
+                          dv_before_second_partial_, dv_before_first_partial_, dv_before_second_half, dv_before_concat_, S));
   // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_concat_, dk_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_concat_, dv_pieces_, S));

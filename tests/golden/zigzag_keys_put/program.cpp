@@ -35,7 +35,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   const auto [S] = sizes;
   if (prepared_ != sizes) {
-    prepared_.reset();
+    prepared_.reset();  // stays empty if an error follows
     plan_y_attention_blocks_.prepare({4, S / 2, 64}, hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
                                      hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
     plan_y_attention_blocks_1_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),

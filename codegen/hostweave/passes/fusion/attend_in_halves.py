@@ -1,6 +1,6 @@
 """Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, one for those of all second pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.emitter import Attributes, OpRewriter
@@ -88,9 +88,14 @@ class _Halving(OpRewriter):
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
-        halves = (self.make("select", pieces, how=attributes(axis=at + 1, index=index), word="piece", of=name) for index in (0, 1))
-        first, second = (self.reshaped(half, at, 2, (self.half,), "rows", name) for half in halves)
+        halves = zip(self.parts(pieces, at + 1, "piece", name), ("first_rows", "second_rows"), strict=True)
+        first, second = (self.reshaped(half, at, 2, (self.half,), word, name) for half, word in halves)
         return first, second
+
+    def parts(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
+        """The two indices of a dim of size 2."""
+        for index, number in enumerate(("first", "second")):
+            yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 
     def columns(self, name: str) -> tuple[str, str]:
         """The first half of the columns, and all columns."""
@@ -102,7 +107,8 @@ class _Halving(OpRewriter):
         """Joins the results of the two halves of the rows."""
         result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
         at = len(result.type.dims) + rows
-        pieces = [self.reshaped(half, at, 1, (Size(self.ranks), ONE, self.piece), "piece") for half in halves]
+        shape = Size(self.ranks), ONE, self.piece
+        pieces = [self.reshaped(half, at, 1, shape, word) for half, word in zip(halves, ("first_piece", "second_piece"), strict=True)]
         joined = self.make("concat", *pieces, how=attributes(axis=at + 1), word="pieces")
         by_rank = self.reshaped(joined, at, 3, (self.size,), "by_rank")
         self.halves[result.name, layout(result.type), rows] = halves
@@ -112,7 +118,7 @@ class _Halving(OpRewriter):
         """Sums the gradients of the keys or values. The first half of the rows contributes only to the first half of the columns."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
-        low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))
+        low, high = self.parts(halves, at, "half")
         parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
         self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at)))
 

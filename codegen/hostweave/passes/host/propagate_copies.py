@@ -68,7 +68,7 @@ def _copy(uses: DefUse, place: Place) -> _Copy | None:
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
     own, others = tree.bodies(place.instruction)
-    if not own or not others or not own[-1].copies or not all(i.copies or tree.names(i, "view") for i in own[:-1]):
+    if not own or not own[-1].copies or not all(i.copies or tree.names(i, "view") for i in own[:-1]):
         return None
     views, copies = (tuple(i for i in own[:-1] if i.copies == is_copy) for is_copy in (False, True))
     (src,), (dst,) = tree.names(own[-1], "read"), tree.names(own[-1], "write")
@@ -101,7 +101,7 @@ class _Copy:
         named = edits.get(first, (self.uses.places[first].instruction,))
         edits[first] = (*views, ir.Choose(choice, own, self.condition, name, location=location), *named)
         left = ir.If(self.condition, self.copies, self.others) if self.copies else ir.If(opposite(self.condition), self.others)
-        edits[self.place.number] = (*kept, replace(left, location=location))
+        edits[self.place.number] = (*kept, replace(left, location=location)) if self.copies or self.others else kept
         return edits
 
     def child(self, place: Place) -> int:

@@ -18,11 +18,10 @@ becomes
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 from hostweave.communication.chunk_loops import LoopPart, parts, shards
 from hostweave.communication.collective import permute, take_shard
-from hostweave.communication.packing import contiguous_source, packed_destination, temporary
+from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.put import PUTS
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
@@ -225,8 +224,8 @@ class _Lowering:
         b.location = loop.ops[0].location
         with b.looped() as body:
             steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))
-            arrived = partial(self.asynchronous.wait_for, gather.result.name)
-            shard = take_shard(b, self.flow, self.buffers, gather, steps, arrived)
+            branch(b, steps.index.equals(Const(1)), lambda: self.asynchronous.wait_for(gather.result.name))
+            shard = take_shard(b, self.flow, self.buffers, gather, steps)
             self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{steps.index.name}")
             for op in loop.ops:
                 self.op(op, steps)
