@@ -137,7 +137,7 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
-        """Key of a size in which positions in `atoms` replace atoms. The C++ of sizes with equal keys differs only in names."""
+        """Key of a size, with the position in `atoms` in place of each atom. The C++ of sizes with equal keys differs only in names."""
 
         def of(factor: Factor) -> tuple[object, ...]:
             own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)
@@ -258,7 +258,7 @@ class CppExprPrinter:
 
     def _remainder(self, left: Expr, right: Expr) -> str:
         """Returns the C++ of a remainder that is never negative. In C++, `%` has the sign of the left operand. If this operand may be
-        negative, a multiple of the right operand is added to it."""
+        negative, the C++ first adds a multiple of the right operand to it, or calls hw::mod."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

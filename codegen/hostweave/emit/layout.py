@@ -19,7 +19,7 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """Formats C++ that has one statement per line: indents it, breaks long lines, and joins short functions."""
+    """Formats C++ that has one statement per line: indents it, breaks long lines, and puts each short function on one line."""
     lines: list[str] = []
     indents = [""]  # indentation of each enclosing block
     function = 0  # index of the first line of the current function
@@ -44,7 +44,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """Returns the lines with a short function on one line, or an empty list if this function cannot be joined."""
+    """Returns the lines with a short function on one line, or an empty list if the function is not short."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):

@@ -68,7 +68,7 @@ class ArrayLibrary(Protocol):
 
 
 class ArrayView(NamedTuple):
-    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. `ArrayView(shape)` is no array."""
+    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. `ArrayView(shape)` means no array."""
 
     global_shape: tuple[int, ...]  # shape of the global array that this block is part of
     address: int = 0

@@ -23,7 +23,8 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule returns NotImplemented for larger or complex matrices, and if `check_errors` is True."""
+    """Returns the rule of an op. The rule returns NotImplemented for matrices of more than `rows` rows or columns, for complex matrices,
+    and if `check_errors` is True."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -58,7 +59,7 @@ def _inverse(a: Any, unit: bool) -> Any:
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
     made: Any = (rows == columns).to(a.dtype)
-    made = made if unit else made / torch.where(rows == columns, a, 1.0)  # a zero elsewhere would make the gradient NaN
+    made = made if unit else made / torch.where(rows == columns, a, 1.0)  # zeros off the diagonal would make the gradient NaN
     size = 1
     while size < n:
         is_below = (rows // (2 * size) == columns // (2 * size)) & (rows // size > columns // size)

@@ -31,7 +31,7 @@ class Layouts:
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result by rows. Empty if its first dim is not the dim of rows."""
+        """Sharding of an argument or result by rows. Empty if the size of its first dim is not the number of rows."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 

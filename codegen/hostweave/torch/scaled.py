@@ -77,7 +77,7 @@ def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fbgemm(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """FbgemmFp8Linear of transformers: one scale per row, limited by the bound of the module."""
+    """FbgemmFp8Linear of transformers: one scale per row. The module limits the maximum that gives the scale."""
     scale = linear.weight_scale.to(torch.float32)
     made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
     return made

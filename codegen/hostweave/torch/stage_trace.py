@@ -86,7 +86,7 @@ def traced_stage(
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
         stage.parts["backward"] = _backward_part(backward, every, f"{name}_backward", options)
-    elif not of_inputs or of_inputs == every:  # the backward pass has only one half
+    elif not of_inputs or of_inputs == every:  # nothing to split: all gradients are of inputs, or none is
         stage.parts["input"] = _backward_part(backward, every, f"{name}_backward", options)
     else:
         first, kept = _half(backward, of_inputs, {})

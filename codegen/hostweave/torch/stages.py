@@ -62,7 +62,7 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # kind of backward action -> function, meaning of results
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # action -> function, gradient or name of each result
     state: State | None = None
 
     @property
@@ -102,7 +102,7 @@ class WithLoss(nn.Module):
 
 
 def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[Source]]]:
-    """Names of the arguments, the stages, and the sources of each stage's arguments."""
+    """Returns a pipeline's argument names, its stages, and the sources of each stage's arguments."""
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):

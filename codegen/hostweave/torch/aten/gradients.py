@@ -251,8 +251,7 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, the gradient of x, if `x` is the
-    gradient of the result."""
+    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, takes the gradient of this result, and returns that of x."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)

@@ -226,7 +226,7 @@ def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
-    """Converts negative indices, which count from the end, to indices from the begin. Returns masks unchanged."""
+    """Converts negative indices, which count from the end, to indices from the start. Returns masks unchanged."""
     return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 
