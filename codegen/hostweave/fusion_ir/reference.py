@@ -95,7 +95,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
     """Results of a repeat. First, for each result of the function: the value of the last call if the result is carried, otherwise a stack
-    of the values of all calls. Then, for each operand and each result: a stack if it is carried, otherwise None."""
+    of the values of all calls. Then, for each operand and each result: a stack of its values if it is carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

@@ -187,7 +187,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads, or (). All values of the column but the first are all its tensors but the last."""
+        """The stack or group that a lagged column reads, or (). Without its last tensor, it equals `column[1:]`."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

@@ -62,7 +62,7 @@ class Tensor:
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
         self._variable: str | None = None  # the user's variable to which the tensor was assigned
-        self._word: str | None = None  # word in the tensor's name for the composite function that returned it
+        self._word: str | None = None  # word that replaces the op's kind in a derived name, such as `softmax`
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
