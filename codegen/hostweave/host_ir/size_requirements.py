@@ -106,11 +106,11 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """A call with sizes that the compiler's chunk loops do not divide evenly. Nothing was executed."""
+    """A call with sizes that do not divide evenly in the compiler's chunk loops. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Checks if the compiler's chunk loops divide the global shapes of inputs evenly. `()` stands for an unknown shape.
+    """Checks that sizes of the inputs divide evenly in the compiler's chunk loops. Shapes are global; `()` stands for an unknown shape.
 
     Raises LoopsDoNotDivide if a size does not divide evenly.
     """
@@ -144,7 +144,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if the compiler's chunk loops divide evenly at these sizes."""
+    """True if these sizes divide evenly in all chunk loops that the compiler chose."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
