@@ -270,8 +270,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication. If another loop computes an operand, both are those of that loop, so that
-        the two loops fuse. Otherwise the rotation is None, and the chunking is the user's choice or "across_shards"."""
+        """Chunking and rotation of a loop without communication: those of an earlier loop that computes an operand, if the two loops can
+        then fuse. If there is no such loop, the rotation is None, and the chunking is the user's choice or "across_shards"."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"

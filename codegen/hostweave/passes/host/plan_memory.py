@@ -68,7 +68,7 @@ class Planner:
             return tree.together(children)
         defined = ((name, k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view"))
         views = [(root, k) for name, k in defined for root in self.uses.roots.all_of(name)]
-        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each buffer
+        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # index of each buffer's first view
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh in dict(own.values())}
         ties = _ties(body)
         begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
