@@ -367,7 +367,7 @@ def _torch_step(
 
 
 def _losses(rank: int, name: str, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The losses over all ranks before each of the first steps."""
+    """The mean losses over all ranks before each of the first steps."""
     started, found = time.perf_counter(), []
     for _ in range(3):
         loss = step().detach().clone()
@@ -466,7 +466,7 @@ def _compiled_by_torch(layers: int, training: bool) -> float:
 
 
 def _with_tables(model: nn.Module, ranks: int) -> None:
-    """The model with its constants, for a model that was created without memory."""
+    """Sets the constants of a model that was created without memory."""
     tables = Attention(1, 1, 1, HEAD, TOKENS)
     for layer in model.layers:  # type: ignore[union-attr]
         layer.attention.cos, layer.attention.sin = tables.cos, tables.sin

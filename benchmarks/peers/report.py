@@ -14,7 +14,7 @@ import hostweave as hw
 from hostweave.cli.doctor import report
 
 QUERY = "--query-gpu=name,power.limit,driver_version"
-MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # setting that disables multicast
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # variables and values that disable multicast
 
 
 @cache
