@@ -171,7 +171,7 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 
 def _named_sizes(sizes: Any) -> str:
-    """Text of sizes for a remedy: `2, y=4` for (2, 4)."""
+    """Sizes of axes after `x=`, for a remedy: `2, y=4` for (2, 4)."""
     given = [size for size in (sizes if isinstance(sizes, Sequence) else (sizes,)) if isinstance(size, int)]
     return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"
 
