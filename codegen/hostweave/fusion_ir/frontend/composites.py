@@ -207,8 +207,8 @@ GROUPS = ("row", "tensor", "block", "block2d")
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    Each element of x is approximately its value times its scale. A scale is the largest magnitude of the elements that share it, at least
-    1e-12, divided by the largest finite number of the dtype.
+    Each element of x is approximately its 8-bit value times its scale. A scale is the largest magnitude of the elements that share it, at
+    least 1e-12, divided by the largest finite number of the dtype.
 
     | scaling | elements that share a scale | shape of the scales |
     |---|---|---|
