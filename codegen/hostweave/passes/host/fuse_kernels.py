@@ -302,7 +302,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
     """True if recomputing the result reads no more bytes than loading the stored result.
 
     Recomputing is free for a cast to a dtype that is not narrower. Recomputing a cheap formula is free if the inputs that are as large as
-    the result have, together, fewer bytes per element.
+    the result have, together, fewer bytes per element than the result.
     """
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
