@@ -4,8 +4,8 @@ have ended.
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started. On a
 rendezvous transport, its receivers must have started, too.
 
-Two orders are used. The order that finds races consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
-that streams, events and arriving data prove to have ended. The order that finds deadlocks also contains the order in which a rank posts its
+Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races: a task's clock lists the earlier tasks that
+streams, events and arriving data prove to have ended. The order that finds deadlocks also contains the order in which a rank posts its
 communications, because a device may serialise communication kernels of different streams.
 """
 
