@@ -383,7 +383,7 @@ def _is_large(op: Op) -> bool:
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """Moves matmuls on which no large op depends, such as gradients of weights, down to positions at which ops wait for a communication.
 
-    Each matmul passes at most two communications, because its operands stay alive until then.
+    Each matmul passes at most two communications, because its operands stay alive until its new position.
     """
     needed = needed_by_large(ops)  # does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
