@@ -127,7 +127,7 @@ void Attentions::Plans::expect_columns(const AttentionProblem& problem) const {
   const bool last_sees_none = options.window != 0 && rows - 1 + diagonal - options.window >= columns - 1;
   if (columns == 0 || (options.causal && !options.has_lengths && (diagonal < 0 || last_sees_none))) {
     throw ExecutionError("attention: with " + std::to_string(rows) + " rows of the query and " + std::to_string(columns) +
-                         " of the key, some row of the query sees no key: pass at least as many rows of the key");
+                         " of the key, some row of the query sees no key: pass at least as many rows of the key as of the query");
   }
 }
 

@@ -232,8 +232,8 @@ AttentionProblem of_sequences(AttentionProblem p) {
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
 // One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
-// without columns. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, this plan may
-// instead compute the gradients of columns to which all rows attend.
+// that attend to no column. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, this
+// plan may instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row of the part; first column if `add_columns` made the part
@@ -242,7 +242,7 @@ struct OnCuda : PlannedAttention {
   const AttentionProblem whole;
   const AttentionKernels* kernels = nullptr;  // this package's kernels, if used
   bool is_alone = false;                      // true if cuDNN computes nothing
-  int64_t blind = 0;                          // leading rows without columns
+  int64_t blind = 0;                          // leading rows that attend to no column
   int64_t columns = whole.k.rows;             // columns to which some row attends
   std::list<Part> parts;
   std::shared_ptr<void> terms;  // gradient of the queries by the first of two parts

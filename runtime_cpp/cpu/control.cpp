@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_place(const char* file, int line, const char* call) {
-  // Cache of source positions, because most calls come from the same few source lines.
+  // The last place of this thread, because successive calls often have the same file and name.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Place place;

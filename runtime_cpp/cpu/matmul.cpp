@@ -93,7 +93,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 &&
                    b.type == CUDA_R_8F_E4M3;  // up to hw::kFewScaledRows rows, for which the runtime has kernels
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
-    return "with scales of blocks of such rows";
+    return "with block scales of rows that 4 does not divide";
   if (desc.epilogue & CUBLASLT_EPILOGUE_BIAS && d.type == CUDA_R_32F) return "of 8-bit floats with a bias of f32";
   return a.batch_count > 1 ? "of batches of 8-bit floats" : nullptr;
 }

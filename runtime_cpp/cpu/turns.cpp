@@ -65,7 +65,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
         fail(deadlock_report());
         return false;
       }
-      // No candidate can run, but a thread that has not attached may end this wait.
+      // No thread or stream can run now, but another thread that is not attached may end this wait.
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);

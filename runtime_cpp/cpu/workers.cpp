@@ -84,7 +84,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   return !failed_;
 }
 
-// Deadlock: every rank thread has attached, all remaining ones wait, and nothing is running.
+// Deadlock: every rank thread has attached, all threads that are still attached wait, and nothing is running.
 void Machine::find_deadlock() {
   if (failed_ || !round_started_ || attached_.empty() || running_ != 0 || !ready_.empty()) return;
   for (const HostThread* thread : attached_) {

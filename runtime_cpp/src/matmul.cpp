@@ -160,7 +160,8 @@ bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
 }
 
-// True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
+// True if the few-rows kernels support the problem, and cuBLASLt is not faster. They support one matmul with few contiguous rows,
+// and scaled weights only with contiguous columns.
 bool has_few_rows(const Problem& p, const Scaling* scaling) {
   if (scaling ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
   if (scaling && is_faster_by_blas(p, *scaling)) return false;

@@ -26,7 +26,7 @@ struct Node {
 struct Capture {
   unsigned long long id;
   cudaStreamCaptureMode mode;
-  const HostThread* thread;      // thread that began it
+  const HostThread* thread;      // thread that began the capture
   std::vector<Stream*> streams;  // by lane
   std::vector<Node> nodes;
   std::map<std::size_t, std::size_t> last;  // last node of each lane

@@ -146,8 +146,8 @@ class Machine {
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
-  // Reason why an op on this device must not access these bytes: another device owns them, or they exceed an allocation. nullopt
-  // if the op may.
+  // Reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation, or another
+  // device owns them. nullopt if the op may access them.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 

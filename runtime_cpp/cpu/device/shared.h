@@ -76,7 +76,7 @@ class SharedGroup {
   void give_signal(int to, int number);
   bool await_signals(int from, int number, std::uint64_t count);
 
-  // Number of unfinished ops. At 0, all ranks have issued the same operations.
+  // Number of unfinished ops. If it is 0, all ranks have issued the same operations.
   std::atomic<int> pending = 0;
 
  private:

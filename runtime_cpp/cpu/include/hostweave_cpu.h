@@ -43,7 +43,7 @@ typedef struct hw_cpu_config {
 int hw_cpu_configure(const hw_cpu_config* config);
 
 // A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach
-// returns when all `ranks` threads have attached and this one has its turn. From then on it runs only in its turn,
+// returns when all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn,
 // so it must not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use
 // hw_cpu_barrier or hw_cpu_pause. In parallel mode attaching allows immediate deadlock reports instead of a timeout.
 // Threads may use the device without attaching (in seeded mode only while no thread is attached).

@@ -25,7 +25,7 @@ __device__ inline int tile_of_block(int round) {
   return round * blocks + (round % 2 ? blocks - 1 - block : block);
 }
 
-// A tile of the result: its first row, the number of its tile of columns, and the rows of its group.
+// A tile of the result: its group, its first row, its number in a row of tiles, and the rows of its group.
 struct GroupTile {
   int64_t group, row, column;
   GroupRows rows;

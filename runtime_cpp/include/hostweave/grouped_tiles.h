@@ -104,7 +104,7 @@ struct TileProduct {
 
   __device__ TileProduct(T* shared, bool wide) : shared(shared), wide(wide) {}
 
-  // Starts to copy stage `step` of a tile, if there is one.
+  // Starts to copy stage `step` of a tile, if the tile has that stage.
   __device__ void copy(const Tile<T>& tile, int64_t step) const {
     const auto& [at_a, pitch_a, count_a] = tile.a;
     const auto& [at_b, pitch_b, count_b] = tile.b;

@@ -1,4 +1,4 @@
-// One rank of a world, and the communicators of its programs. Applications make it before their programs.
+// One rank of a world, and the communicators of its programs. Applications make the World before their programs.
 #pragma once
 #include <nccl.h>
 
@@ -14,7 +14,7 @@
 
 namespace hw {
 
-// Throws ExecutionError if this host has fewer GPUs. The CPU target creates devices. Call it once, before any other call.
+// Requires `count` devices. The CPU target creates them. Throws ExecutionError if this host has fewer GPUs. Call it once, first.
 void use_devices(int count);
 // Declares that ranks are processes. On the CPU target, every process calls it once, before any other call.
 void use_processes();
@@ -22,7 +22,7 @@ void use_processes();
 // Used by one thread at a time, with `device` current. Must outlive its programs.
 class World {
  public:
-  // Collective: joins the world, with an id that one rank made by ncclGetUniqueId. Makes `device` current. Throws ExecutionError.
+  // Collective: joins the world, with an id that one rank made by ncclGetUniqueId. Makes `device` current.
   World(const ncclUniqueId& id, int device, int rank, int size);
   World(World&&) = delete;
 
