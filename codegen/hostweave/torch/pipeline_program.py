@@ -103,9 +103,7 @@ class _Recording:
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # (stage, micro-batch) -> results and saved values
         self.moved: dict[Any, hw.Tensor] = {}  # result of a stage, moved to a stage that reads it
         self.tangents: dict[Any, hw.Tensor] = {}  # gradients of the results of stages
-        self.kept: dict[
-            tuple[int, int], dict[str, hw.Tensor]
-        ] = {}  # values that the first half of a backward pass saves for the second half
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that the first half of a backward pass saves for the second
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
         self.losses: list[hw.Tensor] = []
 

@@ -30,7 +30,7 @@ class TrainingStep(Differentiated):
     """A training step. `hostweave.torch.compile` returns it with `optimizer`. A call returns the module's results, and updates parameters.
 
     Parameters, and the tensors in `optimizer.state`, are updated in place by the same program, `program`. Numbers that change between
-    steps, such as learning rates, are computed by the optimizer's code at each call. In all other respects it is a CompiledModule.
+    steps, such as learning rates, are computed by the optimizer's code at each call. Otherwise a TrainingStep is a CompiledModule.
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are

@@ -116,7 +116,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """Reshards an output to its sharding in `graph.results`.
 
-    Without `graph.results`, the default is sharded by rows or replicated, unless the plan or the module states a sharding.
+    Without `graph.results`, an output is sharded by rows or replicated, unless the plan or the module states its sharding.
     """
     if number < len(graph.written):  # the output has the sharding of the tensor to which it is written
         return value
