@@ -1,4 +1,4 @@
-"""Programs of `examples/` and of `fusions_beyond_examples.py`, for any number of ranks, chunks and dtype."""
+"""Programs of `examples/` and of the files fusions_*.py of the tests, for any number of ranks, chunks and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fusion for each feature that examples/ lacks: indices, joined and padded tensors, 8-bit floats, random numbers, loops of layers."""
+"""One fusion for each feature that examples/ lacks: indices, joined tensors, 8-bit floats, random numbers, sorts, layers, groups."""
 
 import hostweave as hw
 

@@ -53,7 +53,7 @@ OTHER_OP = {
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields the instruction with the next chunk, shard or slice: the index plus 1, modulo the number of chunks."""
+    """Yields the instruction with another chunk, index, offset or step, or with the other buffer of a choice."""
     if isinstance(i, ir.Chunk):
         yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
     if isinstance(i, ir.Select):

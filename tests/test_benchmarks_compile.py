@@ -127,8 +127,8 @@ def test_programs_are_emitted(name: str) -> None:
 
 
 def test_every_benchmark_is_here() -> None:
-    """PROGRAMS has all benchmarks that call `hw.compile`. Benchmarks of PyTorch modules do not call it: their programs need PyTorch and
-    take minutes."""
+    """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs. Benchmarks of PyTorch modules are not in PROGRAMS, because their
+    programs need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
     assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # `predictions` uses the programs of other benchmarks
 

@@ -98,7 +98,7 @@ def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
 BUILDS = """
 import signal
 import hostweave as hw
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
 @hw.fusion(x=hw.f32["M"])
 def twice(x):
     return x + x

@@ -166,7 +166,7 @@ def test_reports_lines_that_never_ran() -> None:
         return ir.If(Const(1), (i,), (i,)) if isinstance(i, ir.Matmul) else None
 
     host = changed(lower(fusion, Options()), under_a_condition)
-    assert check(host, fusion=fusion) == ()  # the same line runs on both ranks
+    assert check(host, fusion=fusion) == ()  # both bodies have the same line
     host = changed(host, lambda i: replace(i, orelse=(ir.Fill(i.body[0].dst, 0.0),)) if isinstance(i, ir.If) else None)  # type: ignore[attr-defined]
     (line,) = check(host, fusion=fusion)
     assert line.startswith("never ran: fill %")

@@ -140,7 +140,7 @@ def test_in_place(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3])
 def test_signs(ranks: int, target: str) -> None:
-    """Minimum and maximum of negative numbers, and of unsigned numbers with the highest bit set."""
+    """Minimum and maximum of negative numbers, and of unsigned numbers, some of which exceed 127."""
     dtypes = (*SIGNED, *UNSIGNED)
     inputs = ", ".join(f"%x_{d}: {d}[3@x, N]" for d in dtypes)
     names = [f"{op}_{d}" for d in dtypes for op in ("min", "max", "to_one")]

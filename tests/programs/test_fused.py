@@ -208,7 +208,7 @@ def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
 
 
 def test_results_of_heads_are_written_in_the_layout_of_the_next_matmul() -> None:
-    """The matmul with the values writes the result in the layout that the output projection reads."""
+    """The attention writes its result in the layout that the output projection reads."""
 
     @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])
     def layer(q, w):  # type: ignore[no-untyped-def]

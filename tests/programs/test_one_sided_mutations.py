@@ -131,7 +131,7 @@ def test_every_instruction_is_needed_for_an_asynchronous_gather(alternative: str
 
 @pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_instruction_is_needed_for_products_by_shards(alternative: str) -> None:
-    """The first matmul uses the local shard, so the others must wait for arriving shards."""
+    """The first matmul uses the local shard. All other matmuls must wait for arriving shards."""
     transport = "two_sided" if alternative == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
     host = lower(weights(alternative == "get(3)", hw.f32["K", "K@dp"]), options)

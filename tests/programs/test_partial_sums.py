@@ -78,7 +78,7 @@ def test_variance_of_values_far_from_zero() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
-    """Variances with each correction, over sharded and unsharded dims. The result is NaN if the correction equals the number of
+    """Variances with several corrections, over sharded and unsharded dims. The result is NaN if the correction equals the number of
     elements."""
     rows, columns = (5, 3) if stated else ("M", "K")
 

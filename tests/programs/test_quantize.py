@@ -95,8 +95,8 @@ def test_delayed_scales(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
 def test_quantisation_is_fused_with_its_producer(made: str, scaling: str) -> None:
-    """Quantisation per row, or with an earlier scale, is in the kernel that computes the values. The kernel also writes row maxima, which
-    a second kernel reduces."""
+    """Quantisation per row, or with an earlier scale, is in the kernel that computes the values. With an earlier scale, this kernel also
+    writes row maxima, which a second kernel reduces."""
 
     @hw.fusion(x=hw.bf16["M", "K"], g=hw.bf16["M", "K"], w=hw.bf16["K"], s=hw.f32[1, 1])
     def fused(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

@@ -44,7 +44,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
-    """Results are empty, as in NumPy, also in the variant for uneven sizes."""
+    """Slices of a dim of few elements may be empty, as in NumPy, also in the variant for uneven sizes."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64["M@x", "N"], y=hw.f64["N", "M"])
     def sliced(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -26,7 +26,7 @@ class Loss(nn.Module):
 
 
 class Broken(Loss):
-    """The same module, with a graph break after the first linear."""
+    """The module `Loss` with a graph break after the first linear layer."""
 
     def forward(self, x: Any) -> Any:
         hidden = self.up(self.norm(x))

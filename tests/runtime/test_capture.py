@@ -99,7 +99,7 @@ SEEDS = 4
 def test_a_captured_call_depends_only_on_the_capture(name: str, ranks: int) -> None:
     """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
-    In the pipeline `two_stages` a rank waits only for some ranks, so it may launch while others still capture.
+    In the pipeline `two_stages` a rank waits only for some ranks, so it may launch while other ranks still capture.
     """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
@@ -241,8 +241,8 @@ def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """Launches by several threads inside `with step:` run one after another. A launch by a second thread outside of it raises an error that
-    names `with step:`."""
+    """Launches by several threads inside `with step:` run one after another. Outside of `with step:`, a launch by a second thread raises an
+    error that names `with step:`."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays

@@ -51,7 +51,7 @@ def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Progr
 
 PROCESS = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
 sys.path.insert(0, {tests!r})
 import numpy as np
 import hostweave as hw
