@@ -179,6 +179,15 @@ class KernelFacts:
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
+    def condition_on(self, op: Op) -> str:
+        """Condition from outside of the innermost loop under which a `where`, the only op that uses a result, selects it. Else empty."""
+        users = [user for user in self.ops if op.result.name in user.tensors]
+        if op.result.name in self.results or [user.kind for user in users] != ["where"]:
+            return ""
+        condition, chosen, other = users[0].operands
+        is_known = isinstance(condition, str) and condition in self.ir.outside
+        return str(condition) if is_known and chosen == op.result.name != other else ""
+
     def has_normal_reciprocal(self, name: str) -> bool:
         """True for a scale of quantised values, max(x, least) / by, if `by` is from 4 to 2^20 and `least` is at least 2^-80. The reciprocal
         of such a scale is a normal number."""
