@@ -50,7 +50,7 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
-  // Milestones at the begin and end of a graph that the application launches, and how many launches have ended.
+  // Milestones at the start and end of a graph that the application launches, and how many launches have ended.
   int begin = Milestones::kNone, end = Milestones::kNone;
   int64_t landed = 0;
 };

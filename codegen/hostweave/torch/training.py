@@ -84,7 +84,7 @@ class Differentiated(CompiledModule):
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
     the outputs and the values saved for the backward pass. `backward` computes the gradients, which are sharded like the
-    parameters. In all other respects it is a CompiledModule.
+    parameters. Otherwise a TrainingModule is a CompiledModule.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):

@@ -86,7 +86,7 @@ struct OpName {
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op in a collective, send or recv, at this index of its seats
+struct Part {  // an op's seat, by index, in a collective or in a send with its recv
   std::shared_ptr<Match> match;
   int index;
 };
@@ -119,7 +119,7 @@ struct Op {
   std::vector<SignalTurn> awaits;          // must arrive before this op begins
   std::vector<SignalTurn> gives;           // given when this op ends
   ClockSnapshot host_clock;                // clock of the enqueuing host
-  ClockSnapshot clock;                     // clock at its begin, later at its end
+  ClockSnapshot clock;                     // clock of the stream when the op ends
   std::vector<Stream*> waiters;            // streams whose head op waits for this op
   std::chrono::steady_clock::time_point finished;
   std::vector<std::uint64_t*> marks;  // words that count how often the op is done
@@ -160,8 +160,8 @@ struct Event {
   int device = 0;
   bool timed = true;
   OpPtr record;                      // last record, for which later calls wait
-  std::shared_ptr<Capture> capture;  // capture of its last record, which is this node
-  std::size_t node = 0;
+  std::shared_ptr<Capture> capture;  // capture of its last record, if the record was captured
+  std::size_t node = 0;              // node of that record
 };
 
 }  // namespace hostweave::cpu

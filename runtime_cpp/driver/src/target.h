@@ -45,7 +45,7 @@ int device_for(int64_t index, int64_t local);
 // if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
-// Aborts communicators; call it with their device current. Ends the waits of streams for them, even if a peer has exited.
+// Aborts communicators; call it with their device current. Ends the waits of streams for their peers, even for exited peers.
 void abort(const std::vector<ncclComm_t>& comms);
 // Waits at the end of a call: for the device on the CPU target, not at all on CUDA.
 void finish();
