@@ -466,7 +466,7 @@ class LocalProgram:
                 where = f"{self.host.name}: out=: {parameter.name}"
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}; pass an array of that shape")
 
-    # --- how it runs
+    # --- schedules
 
     def _schedule(self) -> Any:
         wanted = schedule()

@@ -1,4 +1,4 @@
-"""A compiled module. It is called like the original one, and reads the tensors of that module in place."""
+"""A compiled module. It is called like the original module, and reads the tensors of the original module in place."""
 
 from __future__ import annotations
 

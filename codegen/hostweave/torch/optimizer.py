@@ -361,7 +361,7 @@ def _overload(name: str) -> Any:
 class _LazyNumbers(TorchFunctionMode):
     """Makes `item()` of a tensor on the device "meta" return the tensor itself.
 
-    Multiplies an operand by such a tensor if it is passed as `alpha` or `value`, because torch accepts only numbers there.
+    If such a tensor is passed as `alpha` or `value`, an operand is multiplied by the tensor, because torch accepts only numbers there.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -396,7 +396,7 @@ def _lazy_numbers(optimizer: type) -> Iterator[None]:
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    """Returns a variant of `max` or `min`. It clamps its tensor if one argument is a "meta" tensor and the others are numbers."""
+    """Returns a variant of `max` or `min`. If one argument is a "meta" tensor and all others are numbers, it clamps the tensor."""
 
     def chosen(*values: Any, **how: Any) -> Any:
         tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]

@@ -92,7 +92,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     products.combine(most, [](float a, float b) { return fmaxf(a, b); });
     HW_UNROLL
     for (int i = 0; i < rows; ++i) {
-      // The maximum of a row is none() until the row has seen a column.
+      // The maximum of a row is none() if the row attends to none of the columns so far.
       const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);
       sums[i] *= before, largest[i] = most[i];
       HW_UNROLL
