@@ -8,7 +8,8 @@
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, which share its experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by
-  cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. Bounds follow from the sums.
+  cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. The sums of these times give
+  bounds for the layer.
 - chain: dispatch and combine of one token of 8 elements. It has the kernels and signals of 128 tokens, and almost no bytes. Also a gather
   and a reduce-scatter alone, in two kernels: no dispatch and combine has fewer exchanges.
 

@@ -179,7 +179,7 @@ def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.
 
 
 def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Op of a tensor and a number, sometimes next to the same op without the number."""
+    """Op of a tensor and a number. The result may be the difference to the same op of two tensors."""
     op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
     made = op(t, g.random.choice(NUMBERS))
     return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])

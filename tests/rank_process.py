@@ -2,9 +2,9 @@
 
     python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
     python rank_process.py kinds PROVIDER [TARGET]      runs one program for each kind of communication; `few` runs only two programs
-    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, prints why, and continues in a new world; with
+    python rank_process.py PROGRAM PROVIDER [TARGET]    calls PROGRAM until the group fails, prints why, and continues in a new world; with
                                                         ENDS set, exits after one call, by an exception or with this status
-    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and prints if the result is right, or why it failed
+    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls PROGRAM once, and prints if the result is right, or why the call failed
     python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
 
 PROGRAM may be `chosen`: a chunk loop of puts that the compiler chose, at multiples of the number of chunks, and at other sizes. With the

@@ -95,8 +95,8 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 
 def test_a_buffer_without_a_gap_is_placed_first() -> None:
-    """In the sizes of gated layers, no placement in order of size, area or time reaches the lower bound. A buffer that ended too high is
-    then placed first."""
+    """For these sizes, no placement in order of size, area or time reaches the lower bound. The planner then places first the buffer with
+    the highest end."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:

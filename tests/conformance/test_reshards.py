@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 EIGHT = Mesh(x=8)
 MESHES = [Mesh(x=1), Mesh(x=2), Mesh(x=3), Mesh(dp=2, tp=2), EIGHT, Mesh(dp=2, tp=4)]
-SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3
+SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3 ranks
 
 
 def reshards(mesh: Mesh) -> Fusion:

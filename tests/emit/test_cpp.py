@@ -26,7 +26,7 @@ def integers() -> CppExprPrinter:
         ("M/4", "M / 4"),
         ("K*M/4", "M / 4 * K_1"),
         ("3*K*M/4", "M / 4 * 3 * K_1"),
-        ("K*M/48", "M / 12 * (K_1 / 4)"),  # each division is exact separately
+        ("K*M/48", "M / 12 * (K_1 / 4)"),  # M is a multiple of 12, and K of 4
         ("M/5", "M / 5"),
         ("2*K*M", "2 * M * K_1"),
         ("(K - 1)", "K_1 - 1"),

@@ -1,4 +1,4 @@
-"""Exports as libraries: a server uses two exports, by add_subdirectory and installed, with the C++ and the C API."""
+"""Exports as libraries: a C++ server adds two exports by add_subdirectory, and a C program uses the installed exports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
-# Names that cannot collide: parameters of constructors, in which user names are only members, and words of the preprocessor.
+# Names that cannot collide: a parameter of constructors, where user names occur only as members, and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
 # Templates in which user names can occur only as members, or not at all.

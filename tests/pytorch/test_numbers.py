@@ -32,7 +32,8 @@ class Of(nn.Module):
 
 
 class Ring(nn.Module):
-    """A cache of the last positions. Each call writes one position, and then as many positions as x has."""
+    """A cache of the last WINDOW positions. Each call writes to position `at` and to a part of the next position, and adds to three
+    positions."""
 
     keys: Any
     places: Any

@@ -1,4 +1,5 @@
-"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, whose attributes describe the rows of each."""
+"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, one for the first pieces of the rows and one for the
+second pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pass unstack: values that are stacked and then split again. The two sums of a variance are reduced as one stack."""
+"""The pass unstack: an op that selects a value from a stack uses the value directly. The two sums of a variance are reduced as one
+stack."""
 
 from __future__ import annotations
 
