@@ -32,7 +32,7 @@ class Templates:
 
 _OF_ROW = Templates(
     loop="for (int64_t {element} : {row}.of({count}))",
-    grid="hw::{resident}Grid{{{clusters}, {threads}{cluster}}}",
+    grid="hw::Grid{{{clusters}, {threads}{cluster}}}",
     inner="#pragma unroll Row::kEach\nfor (const hw::Chunk {index} : {row})",
     reduce="{row}.reduce",
     leader_if="{row}.first_thread()",
@@ -116,7 +116,6 @@ class LoopPrinter:
         return pattern.format(
             element=self.element,
             count=size(loops.count),
-            resident="Resident" if loops.once else "",
             clusters=size(loops.count, Size(loops.blocks)),
             cluster=f", {loops.blocks}" if loops.blocks > 1 else "",
             lanes=self.integers.first_factor(loops.count.replaced(named)),

@@ -52,10 +52,8 @@ class EmittedKernel:
         self.variants = tuple(of.loops.variants(packed))
         held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms of other ranks are loaded last
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
-        loads = {name: f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows}
-        # `once` declares rows that threads hold during all iterations; `indices` declares decomposed indices and the other held rows
-        self.once = tuple(loads.pop(name) for name in of.ir.once)
-        self.indices = (*before, *of.loops.declarations(), *loads.values())
+        loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
+        self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of decomposed indices and of held rows
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # the parameter with the terms or blocks of all ranks, which the kernel exchanges
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")

@@ -17,8 +17,7 @@ blocks then load rows while another block waits for a reduction.
 In a kernel that does an all-reduce, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
 A value that several walks use is computed once and held, if it is expensive or rounded. The rows from which it is computed then need not be
-held for later walks. A kernel that holds computed values has only as many blocks as run at once. Each block then loads a row that all
-iterations share, such as a weight, only once.
+held for later walks.
 """
 
 import itertools
@@ -28,7 +27,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, ZERO, Loops, Walk
+from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, Loops, Walk
 from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
@@ -123,12 +122,10 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
         return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
     if count and (threads := _threads_of_row(count, accesses, most)):
         computes = threads > WARP and most == MANY_THREADS
-        kept = (name for name in held if name in loops.memory and all(loops.stride(name, dim) == ZERO for dim in loops.kept))
-        once = tuple(kept) if computes and not loops.sums_terms else ()
         few = FEW_HELD if computes else FEW_INPUTS if threads >= LARGE and len(loops.results) == 1 else 0
         resident = RESIDENT_THREADS // threads if 0 < count // threads * accesses <= few else 0
         by = BY_ROW if threads > WARP else BY_SHORT_ROW
-        return replace(loops, distribution=by, threads=threads, resident=resident, held=held, once=once)
+        return replace(loops, distribution=by, threads=threads, resident=resident, held=held)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
 
 

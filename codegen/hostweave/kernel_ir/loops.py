@@ -100,7 +100,6 @@ class Loops:
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides; their reciprocals are computed once
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
-    once: tuple[str, ...] = ()  # held inputs whose row is the same in all iterations; a block loads this row once
     index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if the indices fit
 
     # --- facts of the ops ---
@@ -279,7 +278,7 @@ class Loops:
         if self.prepared:
             yield f"prepare {_listed(self.prepared)}"
         if self.held:
-            yield f"hold {_listed(self.held)}" + (f"; load {_listed(self.once)} once" if self.once else "")
+            yield f"hold {_listed(self.held)}"
         if self.index != "int64_t":
             yield f"number elements by {self.index}"
 

@@ -33,11 +33,7 @@ struct Grid {
   int cluster = 1;        // blocks per cluster; ignored on devices without clusters
   bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
   int shared = 0;         // bytes of dynamic shared memory
-  bool resident = false;  // at most as many blocks as run at once; a block loops over rows
-};
-
-struct ResidentGrid : Grid {
-  constexpr ResidentGrid(int64_t blocks, int threads) : Grid{.blocks = blocks, .threads = threads, .resident = true} {}
+  bool resident = false;  // at most as many blocks as run at once
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops

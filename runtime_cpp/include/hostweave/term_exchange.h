@@ -57,7 +57,7 @@ cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStr
                             const typename Terms::Element* own, int64_t count, const Args&... args) {
   const int64_t most = Terms::kMostOfEach * exchange.multiprocessors();
   grid.blocks = smaller(grid.blocks, clamped(most / grid.cluster, 1, kMaxBlocks) * grid.cluster);
-  grid.resident = grid.resident || Terms::kMostOfEach > 1;
+  grid.resident = Terms::kMostOfEach > 1;
   return launch_pdl(kernel, grid, stream, exchange.terms<Terms>(own, count, stream), args...);
 }
 
