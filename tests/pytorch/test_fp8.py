@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -170,6 +171,21 @@ def test_weights_of_checkpoints(ranks: int) -> None:
     text = model.program.fusion_ir
     assert text.count(" = scaled_matmul(") == 2
     assert "up_weight: f8e4m3[512" in text
+
+
+def test_another_thread_calls_the_linear_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a module with 8-bit weights is traced."""
+    monkeypatch.setattr(FP8Linear, "forward", lambda linear, x: f"{x} of transformers")
+    apart, found = FP8Linear(128, 128, block_size=(128, 128)), list[Any]()
+
+    class Beside(Quantised):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as other:
+                found.append(other.submit(apart, "result").result())
+            return super().forward(x)
+
+    hostweave.torch.compile(Beside().eval(), hw.Mesh(tp=1), {}, (torch.randn(16, 256, dtype=torch.bfloat16),))
+    assert set(found) == {"result of transformers"}
 
 
 def test_weights_of_checkpoints_that_are_refused() -> None:

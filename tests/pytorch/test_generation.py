@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError  # noqa: E402
+from hostweave.torch.caches import requests  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
@@ -172,6 +174,18 @@ def test_a_module_of_one_token_and_a_cache() -> None:
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
     assert "repeat" in model.program.fusion_ir  # a former defect: layers did not repeat, because of the names of new cache values
+
+
+def test_another_thread_does_not_compile() -> None:
+    """While a module is called for the sizes of a cache."""
+    cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
+
+    def run(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            found.append((torch.compiler.is_compiling(), other.submit(lambda: torch.compiler.is_compiling()).result()))
+
+    requests(cache, run)
+    assert found == [(True, False)]
 
 
 def test_refusals() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from operator import is_
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from hostweave.torch.replaced import replaced
 
 
 class Form:
@@ -209,8 +210,8 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Modules check this flag, and use other ops under torch.export. The patch selects these ops, which fake tensors support.
-    with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # Modules use other ops under torch.export. The replacement selects these ops, which fake tensors support.
+    with replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked
 

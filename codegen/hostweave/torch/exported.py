@@ -9,8 +9,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +38,8 @@ from hostweave.torch.nodes import location
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
-from hostweave.torch.replaced import replaced
-from hostweave.torch.scaled import with_quantized_linears
+from hostweave.torch.replaced import Replacement, replaced
+from hostweave.torch.scaled import quantized_linears
 from hostweave.torch.strides import of_storages
 
 tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's symbolic sizes
@@ -74,16 +75,10 @@ def exported(
         with (
             tracing,
             on_global_tensors(module),
-            _of_whole_sequences(module),
-            with_quantized_linears(module),
+            replaced(*_replacements(module)),
             _of_known_derivatives(module) if training else nullcontext(),
-            replaced(torch, "manual_seed", _refuse_seed),
-            replaced(torch.autograd, "grad", _refuse_gradients),
-            replaced(torch.autograd, "backward", _refuse_gradients),
-            replaced(torch.Tensor, "random_", _randomize),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
-            _without_logs(),
             without_code(),
             symbolic() as fixed,
         ):
@@ -162,22 +157,26 @@ def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: 
     return x.copy_(torch.randint_like(x, *given))
 
 
-@contextmanager
-def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
-    """Makes modules of transformers use scans and triangular solvers inside the `with` block.
+def _replacements(module: nn.Module) -> Iterator[Replacement]:
+    """Yields the functions that are replaced while a module is traced.
 
-    During export, these modules otherwise use loops over the elements of a sequence, because some export formats lack such ops. RWKV always
-    uses a loop over tokens, and a scan replaces this loop.
+    During export, modules of transformers otherwise use loops over the elements of a sequence, because some export formats lack scans and
+    triangular solvers. RWKV always uses a loop over tokens, and a scan replaces this loop. Torch then logs no errors, and does not print
+    the graph of a module that fails. It looks up composite ops only once, instead of once for each namespace in each export.
     """
-    with ExitStack() as stack:
-        stack.enter_context(patch("torch._higher_order_ops.associative_scan.associative_scan", associative_scan))
-        for name in {type(part).__module__ for part in module.modules()}:
-            if name.startswith("transformers.models.") and hasattr(sys.modules[name], "is_torchdynamo_exporting"):
-                stack.enter_context(patch.object(sys.modules[name], "is_torchdynamo_exporting", lambda: False))
-            if name == "transformers.models.rwkv.modeling_rwkv":
-                of_token = sys.modules[name].rwkv_linear_attention_cpu
-                stack.enter_context(patch.object(sys.modules[name], "rwkv_linear_attention", partial(rwkv_attention, of_token)))
-        yield
+    yield from ((torch, "manual_seed", _refuse_seed), (torch.Tensor, "random_", _randomize))
+    yield from ((torch.autograd, name, _refuse_gradients) for name in ("grad", "backward"))
+    yield from quantized_linears(module)
+    yield import_module("torch._higher_order_ops.associative_scan"), "associative_scan", associative_scan
+    for name in {type(part).__module__ for part in module.modules()}:
+        if name.startswith("transformers.models.") and hasattr(sys.modules[name], "is_torchdynamo_exporting"):
+            yield sys.modules[name], "is_torchdynamo_exporting", lambda: False
+        if name == "transformers.models.rwkv.modeling_rwkv":
+            yield sys.modules[name], "rwkv_linear_attention", partial(rwkv_attention, sys.modules[name].rwkv_linear_attention_cpu)
+    for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
+        yield logging.getLogger(name), "isEnabledFor", lambda _: False
+    yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports it at its first export
+    yield torch._export.utils, _MATERIALIZE, _materialize_once
 
 
 def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -205,8 +204,8 @@ def _line_of(error: Exception) -> Location | None:
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
-_MATERIALIZE = "torch._export.utils._materialize_cpp_cia_ops"
-_materialize = getattr(torch._export.utils, _MATERIALIZE.rpartition(".")[2], lambda: None)
+_MATERIALIZE = "_materialize_cpp_cia_ops"
+_materialize = getattr(torch._export.utils, _MATERIALIZE, lambda: None)
 _materialized: list[str] = []  # composite ops that were added to torch.ops
 
 
@@ -216,23 +215,6 @@ def _materialize_once() -> None:
     if registered != _materialized:
         _materialize()
         _materialized[:] = registered
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    """Prevents torch from logging errors, and from printing the graph of a module that fails, inside the `with` block. Also makes torch
-    look up composite ops only once, instead of once for each namespace in each export.
-    """
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with patch("torch.export._trace.print", lambda *_, **__: None, create=True), patch(_MATERIALIZE, _materialize_once, create=True):
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
 
 
 @cache
@@ -286,7 +268,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     # Function.apply calls this method, even if the user has stored apply under another name before.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
-        replaced(torch.Tensor, "register_hook", refused("a hook")),
+        replaced((torch.Tensor, "register_hook", refused("a hook"))),
     ):
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.torch.nodes import OF_TORCH
-from hostweave.torch.replaced import replaced
+from hostweave.torch.replaced import Replacement, replaced
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _OPS: dict[str, Any] = {  # function of numbers -> op of tensors
@@ -121,20 +121,17 @@ def symbolic() -> Iterator[list[Location | None]]:
     def of_tensor(name: str) -> Callable[..., Any]:
         return lambda x, *base: getattr(torch, name)(torch.scalar_tensor(x)) / math.prod(map(math.log, base))
 
-    functions = [(torch, name, getattr(torch._refs, name)) for name in ("linspace", "logspace")]
+    functions: list[Replacement] = [(torch, name, getattr(torch._refs, name)) for name in ("linspace", "logspace")]
     functions += [
         (math, "sqrt", torch.sym_sqrt),
         *((math, name, of_tensor(name)) for name in ("exp", "log", "log2", "log10", "sin", "cos")),
     ]
-    with ExitStack() as stack:
-        for module, name, function in functions:
-            stack.enter_context(replaced(module, name, either(getattr(module, name), function)))
-        for name in ("__getitem__", "__setitem__"):
-            stack.enter_context(replaced(torch.Tensor, name, _bracket(getattr(torch.Tensor, name))))
-        for holder in (torch, torch.Tensor):
-            stack.enter_context(replaced(holder, "narrow", _narrow(holder.narrow)))
-        for name in ("guard_int", "guard_float", "guard_bool"):
-            stack.enter_context(replaced(SymNode, name, guard(getattr(SymNode, name))))
+    with replaced(
+        *((module, name, either(getattr(module, name), function)) for module, name, function in functions),
+        *((torch.Tensor, name, _bracket(getattr(torch.Tensor, name))) for name in ("__getitem__", "__setitem__")),
+        *((holder, "narrow", _narrow(holder.narrow)) for holder in (torch, torch.Tensor)),
+        *((SymNode, name, guard(getattr(SymNode, name))) for name in ("guard_int", "guard_float", "guard_bool")),
+    ):
         yield fixed
 
 

@@ -27,6 +27,7 @@ from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, describ
 from hostweave.torch.nodes import OF_TORCH
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
+from hostweave.torch.replaced import replaced
 from hostweave.torch.state import is_same
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
@@ -114,11 +115,8 @@ class Repeats:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for path, layer in self.layers.items():
-                if "forward" not in vars(layer):
-                    stack.callback(vars(layer).pop, "forward")
-                    vars(layer)["forward"] = self._forward(path, layer, layer.forward, _structure(layer))
+        layers = ((path, layer) for path, layer in self.layers.items() if "forward" not in vars(layer))
+        with replaced(*((layer, "forward", self._forward(path, layer, layer.forward, _structure(layer))) for path, layer in layers)):
             yield
 
     def _forward(self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object) -> Callable[..., Any]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+Replacement = tuple[Any, str, Callable[..., Any]]  # (owner, name, function)
 
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Inside the `with` block, this thread calls `function` instead of `owner.name`. Other threads call the original function."""
-    own, thread = getattr(owner, name), threading.get_ident()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if threading.get_ident() == thread else own)(*args, **kwargs)
+@contextmanager
+def replaced(*replacements: Replacement) -> Iterator[None]:
+    """Inside the `with` block, this thread calls `function` instead of `owner.name`. Other threads call the original function.
 
-    return patch.object(owner, name, call)
+    The owner may be a module that calls a builtin of this name.
+    """
+    thread = threading.get_ident()
+
+    def either(own: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (function if threading.get_ident() == thread else own)(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for owner, name, function in replacements:
+            own = getattr(owner, name, None) or getattr(builtins, name, None)
+            stack.enter_context(patch.object(owner, name, either(own, function), create=True))
+        yield

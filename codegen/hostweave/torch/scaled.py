@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.torch.nodes import modules_of, op_of
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import Layouts, matching
+from hostweave.torch.replaced import Replacement
 
 SCALINGS = ("row", "tensor", "block")
 
@@ -50,15 +49,12 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 # --- linears of transformers ------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def with_quantized_linears(module: nn.Module) -> Iterator[None]:
-    """Inside the `with` block, linears of transformers with 8-bit weights are traced as one op. Otherwise these linears
-    call Triton kernels."""
-    with ExitStack() as stack:
-        for of in {type(part) for part in module.modules()}:
-            if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
-                stack.enter_context(patch.object(of, "forward", forward))
-        yield
+def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
+    """Replacements with which linears of transformers with 8-bit weights are traced as one op. Otherwise these linears call Triton
+    kernels."""
+    for of in {type(part) for part in module.modules()}:
+        if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
+            yield of, "forward", forward
 
 
 def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
