@@ -174,7 +174,7 @@ def test_weights_of_checkpoints(ranks: int) -> None:
 
 
 def test_another_thread_calls_the_linear_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a module with 8-bit weights is traced."""
+    """While one thread traces a module with 8-bit weights, another thread calls the `forward` of transformers."""
     monkeypatch.setattr(FP8Linear, "forward", lambda linear, x: f"{x} of transformers")
     apart, found = FP8Linear(128, 128, block_size=(128, 128)), list[Any]()
 

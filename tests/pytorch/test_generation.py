@@ -177,7 +177,7 @@ def test_a_module_of_one_token_and_a_cache() -> None:
 
 
 def test_another_thread_does_not_compile() -> None:
-    """While a module is called for the sizes of a cache."""
+    """While one thread calls a module to find the sizes of its cache, `is_compiling` is true only in this thread."""
     cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
 
     def run(*_: Any) -> None:
