@@ -32,7 +32,7 @@ from hostweave.targets.target import find_target
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
-OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
+OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # variable by which workers get the optimising compiler
 
 # Long tests. They start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
