@@ -16,6 +16,17 @@ from hostweave.kernel_ir.loops import ONE, ZERO, gathers_in_order, index_at, sto
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 
+class Lane(str):
+    """C++ of one element of a vector in registers."""
+
+    def __new__(cls, vector: str, lane: str) -> Lane:
+        made = super().__new__(cls, f"{vector}[{lane}]")
+        made.vector = vector
+        return made
+
+    vector: str
+
+
 class Section:
     """Statements of one scope. A value is computed at its first use, or outside of loops on which it does not depend.
 
@@ -66,9 +77,11 @@ class Section:
             pointer, access = self.kernel.results[name], stored(name)
             element = f32 if self.is_rounded_by_store(name) else self.kernel.types[name].dtype
             if self.is_wide and access in self.kernel.ir.packed:
-                local = self.kernel.names.of(self.kernel.indexed(name, access), f"elements to store of {name}")
-                self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
-                self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+                local = value.vector if isinstance(value, Lane) else ""
+                if not local:
+                    local = self.kernel.names.of(self.kernel.indexed(name, access), f"elements to store of {name}")
+                    self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
+                    self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(access))}, {local});")
             elif access == self.kernel.ir.transposed:
                 self.give_back(name, element.cpp, value)
@@ -186,7 +199,7 @@ class Section:
             return f"hw::truth({text})" if dtype == bool_ else f"float({text})" if in_f32 else text
         if name not in self.loads:
             self.loads[name] = self.load(name)
-        return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else f"{self.loads[name]}[{loops.lane}]"
+        return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else Lane(self.loads[name], loops.lane)
 
     def load(self, name: str) -> str:
         """Loads a vector of an input, unless the thread already holds the row in registers. Returns the variable with the vector."""
@@ -234,14 +247,15 @@ class Section:
         if self.is_moved(op) and OPS[op.kind].parts:
             return self.joined(op, is_moved=True)
         if self.is_moved(op):
-            return self.element(op.tensors[0]) if self.is_same(op) else self.moved_element(op)[0]
+            element, held = (self.element(op.tensors[0]), "") if self.is_same(op) else self.moved_element(op)
+            return f"{held} ? {element} : {dtype.cpp}{{}}" if held else element
         text, computed = self.expression(op)
         return _converted(text, computed, stored_as)
 
     def is_moved(self, op: Op) -> bool:
         """True if an op only moves elements of inputs, without computing."""
         is_same = self.is_same(op) or bool(OPS[op.kind].parts)
-        return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or gathers_in_order(op)
+        return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or OPS[op.kind].gathers
 
     def is_rounded_by_store(self, result: str) -> bool:
         """True if a result is stored in vectors of 8-bit floats. Such a store rounds two floats in one instruction."""
@@ -318,7 +332,7 @@ class Section:
             one.adds.append(f"{local}[{kernel.loops.lane}] = {value};" if self.is_wide else f"{local} = {value};")
             into += [f"{'} else ' * (i > 0)}{f'if ({condition}) ' if condition else ''}{{", *one.taken()]
         into.append("}")
-        return f"{local}[{kernel.loops.lane}]" if self.is_wide else local
+        return Lane(local, kernel.loops.lane) if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
         """Declares a local variable with a prepared last operand of an op, such as a divisor with its reciprocal."""
@@ -373,7 +387,7 @@ class Section:
                 held = " && ".join(filter(None, (held, self.outer.value(chosen, is_hoisted=True))))
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
-            return f"{local}[{loops.lane}]", ""
+            return Lane(local, loops.lane), ""
         element = f"{kernel.pointers[x]}[{f'{moved} + {loops.offset(x)}' if loops.terms(x) else moved}]"
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 

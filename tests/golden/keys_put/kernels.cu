@@ -25,12 +25,7 @@ __global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* 
           y_packed_1[e] = v_ij[e];
         }
       }
-      hw::Values<hw::bf16, kWidth> y_packed_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        y_packed_element[e] = y_packed_1[e];
-      }
-      hw::store(y_packed + element, y_packed_element);
+      hw::store(y_packed + element, y_packed_1);
     }
   };
   if (hw::aligned(k, v, y_packed) && hw::fits_int32(64 * S)) {

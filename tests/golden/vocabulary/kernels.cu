@@ -21,12 +21,7 @@ __global__ void fused_table_taken_partial(const int32_t* ids, const hw::bf16* ta
       const bool table_taken_partial_held = table_taken_partial_row >= 0 && table_taken_partial_row < V_tp;
       const auto table_taken_partial_elements =
           table_taken_partial_held ? hw::load<kWidth>(table + table_taken_partial_row * D + j) : hw::Values<hw::bf16, kWidth>{};
-      hw::Values<hw::bf16, kWidth> table_taken_partial_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        table_taken_partial_element[e] = hw::bf16(float(table_taken_partial_elements[e]));
-      }
-      hw::store(table_taken_partial + element, table_taken_partial_element);
+      hw::store(table_taken_partial + element, table_taken_partial_elements);
     }
   };
   if (D % 8 == 0 && hw::aligned(table, table_taken_partial) && hw::fits_int32(D * T)) {

@@ -16,12 +16,7 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
       const int64_t k_in_order_pieces_from = j ? 3 - l : l;
       const auto k_in_order_pieces_elements =
           hw::load<kWidth>(k_in_order_halves + i * (16 * S) + j * (8 * S) + k_in_order_pieces_from * (32 * S) + k);
-      hw::Values<hw::bf16, kWidth> k_in_order_pieces_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        k_in_order_pieces_element[e] = k_in_order_pieces_elements[e];
-      }
-      hw::store(k_in_order_pieces + element, k_in_order_pieces_element);
+      hw::store(k_in_order_pieces + element, k_in_order_pieces_elements);
     }
   };
   if (hw::aligned(k_in_order_halves, k_in_order_pieces) && hw::fits_int32(128 * S)) {
@@ -93,12 +88,7 @@ __global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk
       const int64_t k = element % Index(8 * S);
       const int64_t dk_pieces_from = j ? 3 - l : l;
       const auto dk_pieces_elements = hw::load<kWidth>(dk_halves + i * (64 * S) + j * (32 * S) + dk_pieces_from * (8 * S) + k);
-      hw::Values<hw::bf16, kWidth> dk_pieces_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        dk_pieces_element[e] = dk_pieces_elements[e];
-      }
-      hw::store(dk_pieces + element, dk_pieces_element);
+      hw::store(dk_pieces + element, dk_pieces_elements);
     }
   };
   if (hw::aligned(dk_halves, dk_pieces) && hw::fits_int32(128 * S)) {

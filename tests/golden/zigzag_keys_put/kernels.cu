@@ -26,12 +26,7 @@ __global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16
           y_attention_packed_1[e] = y_values_ij[e];
         }
       }
-      hw::Values<hw::bf16, kWidth> y_attention_packed_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        y_attention_packed_element[e] = y_attention_packed_1[e];
-      }
-      hw::store(y_attention_packed + element, y_attention_packed_element);
+      hw::store(y_attention_packed + element, y_attention_packed_1);
     }
   };
   if (hw::aligned(y_keys, y_values, y_attention_packed) && hw::fits_int32(128 * S)) {
