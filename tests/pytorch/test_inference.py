@@ -157,7 +157,7 @@ class Centred(nn.Module):
 def test_values_computed_from_buffers_are_not_stale(name: str, training: bool) -> None:
     module, x = Centred().train(training), torch.ones(2, 8)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x,), training=training)
-    changed = re.escape(f"Centred: {name} has changed, but the program holds values that were computed from it at compile; compile it")
+    changed = re.escape(f"Centred: {name} has changed, but the program holds values that were computed from it at compile time; compile it")
     with torch.set_grad_enabled(training):
         module.load_state_dict(module.state_dict())  # the same values
         torch.testing.assert_close(compiled(x), module(x))

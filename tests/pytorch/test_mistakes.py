@@ -167,8 +167,8 @@ def layer() -> Any:
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "too few": (lambda c: c(X), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
     "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; use the same ones"),
-    "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile; compile it again"),
-    "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
+    "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile time; compile it again"),
+    "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile time; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; it must be 4.*; or compile for sizes that change, with dynamic_shapes=$"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
     "captured without a group": (
@@ -198,7 +198,7 @@ def test_a_module_that_was_changed_is_refused() -> None:
             program(X)
         module.eval()
         module.up.weight = nn.Parameter(torch.zeros(16, 8))
-        with pytest.raises(ArgumentError, match=r"Layer: up\.weight was replaced after compile; compile again, or use copy_ on"):
+        with pytest.raises(ArgumentError, match=r"Layer: up\.weight was replaced after compilation; compile again, or use copy_ on"):
             program(X)
 
 
@@ -264,7 +264,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda c, op: compiled(module=Layer().to("meta").eval(), inputs=(X.to("meta"),))(X),
         r'layer: bind: up_weight: it is on meta; call .to\("cpu"\) or .to\("cuda"\)',
     ),
-    "NumPy at a call": (lambda c, op: c(X.numpy(), 2.0), "(?s)Layer: x is array.*, and was a tensor at compile; pass a tensor"),
+    "NumPy at a call": (lambda c, op: c(X.numpy(), 2.0), "(?s)Layer: x is array.*, and was a tensor at compile time; pass a tensor"),
     "a global input in a group": (
         lambda c, op: in_a_group(lambda rank: c(X, 2.0)),
         r"layer: x: expected f32\[2, 8\], got f32\[4, 8\]",

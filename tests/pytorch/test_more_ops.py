@@ -309,7 +309,7 @@ def test_replaced_and_moved_parameters_are_refused(change: Callable[[nn.Module],
     with torch.set_grad_enabled(training):
         call(x)
         change(module)
-        with pytest.raises(ArgumentError, match="after compile"):
+        with pytest.raises(ArgumentError, match="after compilation"):
             call(x)
 
 
@@ -322,7 +322,7 @@ def test_a_failed_step_is_not_counted_and_changes_no_option() -> None:
         step(x[:3])
     assert optimizer.state[module.linear.weight]["step"] == 1
     optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ArgumentError, match="amsgrad of parameter group 0 is True, and was False at compile"):
+    with pytest.raises(ArgumentError, match="amsgrad of parameter group 0 is True, and was False at compile time"):
         step(x)
 
 

@@ -1,4 +1,4 @@
-"""Cases in which results could differ from torch without an error: gradients, written weights, and modules that change after compile."""
+"""Cases in which results could differ from torch without an error: gradients, written weights, and modules changed after compilation."""
 
 from __future__ import annotations
 
@@ -122,15 +122,15 @@ def _hook(module: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "attribute": (lambda m: setattr(m, "scale", 3.0), "scale is 3.0, and was 2.0 at compile"),
-    "flag of the class": (lambda m: setattr(m, "flag", True), "flag was changed after compile"),
-    "deleted": (lambda m: delattr(m, "scale"), "scale was changed after compile"),
-    "hook": (_hook, "linear has other hooks than at compile"),
-    "forward": (_forward, "linear.forward was changed after compile"),
-    "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads was changed after compile"),
-    "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads was changed after compile"),
-    "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config was changed after compile"),
-    "mode of a part": (lambda m: m.dropout.train(), "dropout.training is True, and was False at compile"),
+    "attribute": (lambda m: setattr(m, "scale", 3.0), "scale is 3.0, and was 2.0 at compile time"),
+    "flag of the class": (lambda m: setattr(m, "flag", True), "flag was changed after compilation"),
+    "deleted": (lambda m: delattr(m, "scale"), "scale was changed after compilation"),
+    "hook": (_hook, "linear has other hooks than at compile time"),
+    "forward": (_forward, "linear.forward was changed after compilation"),
+    "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads was changed after compilation"),
+    "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads was changed after compilation"),
+    "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config was changed after compilation"),
+    "mode of a part": (lambda m: m.dropout.train(), "dropout.training is True, and was False at compile time"),
 }
 
 
@@ -195,7 +195,7 @@ def test_changes_of_layers_that_were_not_traced_are_detected() -> None:
     with torch.no_grad():
         model(X)
         module.layers[2].scale = 4.0
-        with pytest.raises(ArgumentError, match=r"layers.2.scale is 4.0, and was 2.0 at compile"):
+        with pytest.raises(ArgumentError, match=r"layers.2.scale is 4.0, and was 2.0 at compile time"):
             model(X)
 
 
@@ -208,7 +208,7 @@ def test_autocast() -> None:
     module = nn.Linear(8, 8).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ArgumentError, match=r"torch.autocast is torch.bfloat16 of cpu, and was off at compile"):
+        with pytest.raises(ArgumentError, match=r"torch.autocast is torch.bfloat16 of cpu, and was off at compile time"):
             model(X)
         within = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
         assert within(X).dtype == module(X).dtype == torch.bfloat16

@@ -283,7 +283,7 @@ def test_changes_of_the_optimizer_after_compile() -> None:
     step, x = compiled(module, optimizer), torch.randn(4, 8)
     step(x)
     optimizer.param_groups[0]["eps"] = 1e-3
-    with pytest.raises(ArgumentError, match=r"eps of parameter group 0 is 0.001, and was 1e-08 at compile; compile it again"):
+    with pytest.raises(ArgumentError, match=r"eps of parameter group 0 is 0.001, and was 1e-08 at compile time; compile it again"):
         step(x)
     optimizer.param_groups[0]["eps"] = 1e-8
     optimizer.state[module.up.weight]["step"] += 3

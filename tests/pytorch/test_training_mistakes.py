@@ -200,12 +200,12 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "argument": (
         gradient_of_an_argument,
-        r"Layer: x requires grad, but did not at compile; compile with example_inputs that .*, or detach",
+        r"Layer: x requires grad, but did not at compile time; compile with example_inputs that .*, or detach",
     ),
-    "frozen": (frozen, "Layer: down.weight has requires_grad=False, but had True at compile; compile it again"),
+    "frozen": (frozen, "Layer: down.weight has requires_grad=False, but had True at compile time; compile again"),
     "replaced": (
         replaced,
-        "Layer: (up|down).weight was replaced after compile; compile again, or use copy_ on the original tensor",
+        "Layer: (up|down).weight was replaced after compilation; compile again, or use copy_ on the original tensor",
     ),
     "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),

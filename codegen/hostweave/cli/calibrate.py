@@ -29,7 +29,7 @@ def calibrate() -> Iterator[str]:
     """
     gpus = cuda.gpus()
     if not gpus:
-        raise BuildError("calibrate: no GPU found, and the CPU target has no figures; run it on a machine with GPUs")
+        raise BuildError("calibrate: there is no GPU to measure; run it on a machine with GPUs")
     cuda.find_cuda().require()
     machine = replace(H200, name=gpus[0].name, multiprocessors=gpus[0].multiprocessors, links=())
     expect_steps(2 + len(SHAPES))

@@ -50,7 +50,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """True if the module is in training mode. A call raises ArgumentError if the mode has changed since compile."""
+        """True if the module is in training mode. A call raises ArgumentError if the mode has changed since compile time."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -290,18 +290,18 @@ class CompiledModule(Delegating):
     def _expect_unchanged(self) -> None:
         for modules, name, part in self._parts:
             if modules.get(name) is not part:
-                raise ArgumentError(f"{self._name}: {name} was replaced after compile; compile it again")
+                raise ArgumentError(f"{self._name}: {name} was replaced after compilation; compile it again")
         if changed := self._held_tensors.changed():
             raise ArgumentError(f"{self._name}: {changed}")
         if changed := self._folded.changed():
-            why = f"{changed} has changed, but the program holds values that were computed from it at compile"
+            why = f"{changed} has changed, but the program holds values that were computed from it at compile time"
             raise ArgumentError(f"{self._name}: {why}; compile it again")
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
             raise ArgumentError(f"{self._name}: the mode has changed from {was}(); compile it again")
         if (now := _autocast()) != self._autocast:
-            why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile"
-            raise ArgumentError(f"{self._name}: {why}; call it under the same autocast as at compile, or compile it within torch.autocast")
+            why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
+            raise ArgumentError(f"{self._name}: {why}; call it under the same autocast, or compile it within torch.autocast")
         if changed := self._state.changed():
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
@@ -328,7 +328,7 @@ class CompiledModule(Delegating):
         for node, leaf in zip(self._graph.arguments, leaves, strict=True):
             if node in self._graph.names:
                 if not isinstance(leaf, torch.Tensor):
-                    raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
+                    raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile time; pass a tensor")
                 passed[node] = leaf
                 for dim, sizes in self._varying.get(node, ()):
                     if leaf.ndim > dim and leaf.shape[dim] not in sizes:
@@ -336,7 +336,7 @@ class CompiledModule(Delegating):
                         raise ArgumentError(f"{name}: {why}; compile it for that size, too")
             elif leaf != self._graph.constants.get(node):
                 raise ArgumentError(
-                    f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
+                    f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile time; compile it again"
                 )
         return passed
 

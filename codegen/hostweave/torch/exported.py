@@ -187,7 +187,7 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 def error_of_torch(name: str, error: Exception) -> ProgramError:
     """Converts any exception of torch's tracing to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
-        why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
+        why = "a branch depends on the values of a tensor, which are not known at compile time; write it as tensor ops, such as torch.where"
         return ProgramError(f"{name}: {why}", _line_of(error))
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
     remedy = "write other tensor ops, or pass example_inputs that the module takes"

@@ -26,9 +26,9 @@ class Held:
         remedy = "compile again, or use copy_ on the original tensor"
         for (path, tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
             if tensors.get(key) is not tensor:
-                return f"{path} was replaced after compile; {remedy}"
+                return f"{path} was replaced after compilation; {remedy}"
             if memory_of(tensor) != memory:
-                return f"{path} was moved in memory after compile, as by .to() or a write to .data; {remedy}"
+                return f"{path} was moved in memory after compilation, as by .to() or a write to .data; {remedy}"
         return ""
 
 

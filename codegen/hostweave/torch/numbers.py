@@ -142,7 +142,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         items = list(index) if isinstance(index, tuple) else [index]
         items = [slice(_read(one.start), _read(one.stop), one.step) if isinstance(one, slice) else one for one in items]
         if any(isinstance(one, slice) and any(map(_is_scalar, (one.start, one.stop))) for one in items):
-            raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile")
+            raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile time")
         if not any(map(_is_scalar, items)):
             return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
         sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
@@ -168,7 +168,7 @@ def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
-            raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile")
+            raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile time")
         return own(x, *args, **kwargs)
 
     return narrow

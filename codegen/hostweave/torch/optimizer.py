@@ -448,7 +448,7 @@ class RecordedStep:
         if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
             return dict.fromkeys(self.entries, 0)
         name = type(self._optimizer).__name__
-        raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step before compile")
+        raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
         """Records one step for each scheduled option, with a slightly changed value. Omits options for which this fails."""
@@ -497,7 +497,7 @@ class RecordedStep:
         """Describes an option that has changed since compile time, or ""."""
         for key, value in self._plain_options().items():
             if str(self.options.get(key)) != str(value) and (key not in _SCHEDULED or not self.options.get(key)):
-                return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile"
+                return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile time"
         return ""
 
     def _like(self, key: str, value: float) -> Any:

@@ -191,5 +191,5 @@ def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names) or len(given) != len(args) + len(kwargs) or sorted(given) != sorted(names):
         listed = ", ".join([*(f"#{number + 1}" for number in range(len(args))), *kwargs]) or "none"
-        raise ArgumentError(f"pipeline: takes {', '.join(names)}, but was given {listed}; pass each once")
+        raise ArgumentError(f"pipeline: takes {', '.join(names)}, but was given {listed}; pass each argument once")
     return [given[name] for name in names]

@@ -76,20 +76,20 @@ class State:
                     yield f"{path}.{name}".lstrip(".") + _written(before, now)
         for of, forward in zip(self._classes, self._forwards, strict=True):
             if of.forward is not forward:
-                yield f"forward of {of.__name__} was replaced after compile"
+                yield f"forward of {of.__name__} was replaced after compilation"
         for one, live, before in self._contents:
             if not is_same(before, live):
                 yield _difference(one, before)
         for path, hooks, there in self._hooks:
             if list(hooks) != there:
-                yield f"{path or 'the module'} has other hooks than at compile"
+                yield f"{path or 'the module'} has other hooks than at compile time"
 
 
 def _written(before: Any, now: Any) -> str:
     shown = bool | int | float | str | None
     if isinstance(before, shown) and isinstance(now, shown):
-        return f" is {now!r}, and was {before!r} at compile"
-    return " was changed after compile"
+        return f" is {now!r}, and was {before!r} at compile time"
+    return " was changed after compilation"
 
 
 def _difference(one: Any, before: Any) -> str:
@@ -97,8 +97,8 @@ def _difference(one: Any, before: Any) -> str:
     if isinstance(before, dict):
         now, of = _contents(one), "a dict" if isinstance(one, dict) else type(one).__name__
         name = next((name for name in {**before, **now} if not is_same(before.get(name, _ABSENT), now.get(name, _ABSENT))), "")
-        return f"{name!r} of {of} that forward reads was changed after compile"
-    return f"a {type(one).__name__} that forward reads was changed after compile"
+        return f"{name!r} of {of} that forward reads was changed after compilation"
+    return f"a {type(one).__name__} that forward reads was changed after compilation"
 
 
 def _contents(one: Any) -> Any:

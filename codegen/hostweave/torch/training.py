@@ -49,7 +49,7 @@ class Differentiated(CompiledModule):
         super()._expect_unchanged()
         for origin, held, wanted in zip(self._joint.origins, self._held, self._wants, strict=True):
             if held is not None and (now := held.requires_grad) != wanted:
-                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile; compile it again")
+                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile time; compile again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
         """Tensor for the argument of the joint graph with this index. None for a constant."""
@@ -59,7 +59,7 @@ class Differentiated(CompiledModule):
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
             raise ArgumentError(
-                f"{self._name}: {origin.name} requires grad, but did not at compile; compile with example_inputs that require grad, "
+                f"{self._name}: {origin.name} requires grad, but did not at compile time; compile with example_inputs that require grad, "
                 "or detach() it"
             )
         return tensor

@@ -60,7 +60,7 @@ def _random(
     def draw(x: hw.Tensor) -> hw.Tensor:
         if kind == "integers":
             if high - low > 2**24:
-                raise refuse(f"integers from {low} to {high} have more than 2^24 values, but a random number has 24 bits; draw two parts")
+                raise refuse(f"integers from {low} to {high} have more than 2^24 values, but random numbers have 24 bits; combine two")
             return cast(hw.astype(hw.floor(hw.uniform(x, seed) * (high - low)), hw.i64) + low, dtype)
         first, second = hw.uniform(x, seed), hw.uniform(x, seed, 1)
         if kind == "normal":  # Box and Muller, 1958
