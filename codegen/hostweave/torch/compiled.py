@@ -27,6 +27,7 @@ from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
 from hostweave.torch.state import State
 from hostweave.torch.updates import copied_to
+from hostweave.torch.views import made_again
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,7 +86,11 @@ class CompiledModule(Delegating):
         self._varying = self._sizes()
         self.alone_on: torch.device | None = None  # device of a program of one rank, which runs without the group of this process
         self.generation: Any = None  # programs of `generate`, for a module of transformers
-        self._held_tensors = Held(module, graph.parameters.values())
+        owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
+        of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
+        self._owned = {node: origin.value for node, origin in owned.items() if origin.kind == "constant"}
+        self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
+        self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
         self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
         self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
@@ -126,9 +131,10 @@ class CompiledModule(Delegating):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module's results. Prefer to call the module itself, which also runs hooks."""
-        arrays, group = self._checked(args, kwargs), self._group()
+        leaves, group = self._checked(args, kwargs), self._group()
+        arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         written = self._written(arrays, group)
-        made = self._finished(self._part.for_call(arrays, group)({**arrays, **written}, group), written)
+        made = self._finished(self._part.for_call(arrays, group)({**arrays, **written}, group), written, leaves)
         continued((args, kwargs), made)
         return made
 
@@ -143,7 +149,8 @@ class CompiledModule(Delegating):
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
-        arrays, group = self._checked(args, kwargs), self._group()
+        leaves, group = self._checked(args, kwargs), self._group()
+        arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         if group is None:
             why = "without a group all ranks run in this process on copies of the arguments, which cannot be captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a separate process or thread")
@@ -152,7 +159,7 @@ class CompiledModule(Delegating):
             raise ArgumentError(f"{self._name}: capture: {why}; use functions without such checks, such as inv_ex")
         written = self._written(arrays, group)
         call, copies = self._part.for_call(arrays, group).capture({**arrays, **written}, group)
-        returned = self._finished(self._part.values(call.outputs), written)
+        returned = self._finished(self._part.values(call.outputs), written, leaves)
 
         def launch(stream: Any) -> None:
             copies.renew(stream)
@@ -176,7 +183,7 @@ class CompiledModule(Delegating):
                 "or compile it with training=True"
             )
         self._expect_unchanged()
-        return {name: leaf.detach() for name, leaf in self._arrays(args, kwargs).items()}
+        return self._arrays(args, kwargs)
 
     @property
     def traced(self) -> Mapping[str, str]:
@@ -257,32 +264,46 @@ class CompiledModule(Delegating):
             found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
         return found
 
-    def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from the program's results, and marks the tensors that the program has written to."""
-        made = {node: value for node, value in zip(self._part.graph.returned, values, strict=True) if isinstance(node, Node)}
+    def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> Any:
+        """Selects the module's results from the program's results, and marks the tensors that the program has written to. `leaves` are the
+        arguments of the call."""
+        made: dict[Node, Any] = {node: leaves[name] for node, name in self._graph.names.items() if name in leaves}
+        constants = self._graph.constants
+        pairs = zip(self._part.graph.returned, values, strict=True)
+        made |= {node: value for node, value in pairs if isinstance(node, Node) and node not in constants}
         for node, value in self._graph.written.items():
-            tensor = written[self._graph.names[node]]
-            if value in self._graph.constants:
-                tensor.copy_(self._graph.constants[value])
-            increment_version(tensor)
-            made[value] = tensor
-        known = {**self._graph.constants, **made}
-        self._expect_valid(known)
-        return self._returned(known)
+            name = self._graph.names[node]
+            if value in constants:
+                written[name].copy_(constants[value])
+            increment_version(written[name])
+            made[value] = leaves.get(name, written[name])
+        self._expect_valid(made)
+        return self._returned(made)
 
     def _expect_valid(self, known: Mapping[Node, Any]) -> None:
         """Raises the errors that torch raises for the values of a call, after waiting for the values."""
         for check in self._graph.checks:
             given: Any = check.args
-            given[1](known[given[2]], *given[3:], **check.kwargs)
+            condition = known.get(given[2], self._graph.constants.get(given[2]))
+            given[1](condition, *given[3:], **check.kwargs)
 
-    def _returned(self, known: Mapping[Node, Any]) -> Any:
-        """Builds the module's result from the values of the graph's nodes."""
+    def _returned(self, known: dict[Node, Any]) -> Any:
+        """Builds the module's result from the values of the graph's nodes. Constants are copied, because the caller may write to them."""
+        constants = self._graph.constants
 
         def value(node: Any) -> Any:
             if is_complex(node):
-                return torch.complex(*(known[part] for part in node.args))
-            return known[node] if isinstance(node, Node) else node
+                return torch.complex(*map(value, node.args))
+            if not isinstance(node, Node):
+                return node
+            if node not in known:
+                if node in self._owned:
+                    known[node] = self._owned[node]
+                elif self._graph.shared.get(node, node) is node and node in constants:
+                    known[node] = constants[node].clone() if isinstance(constants[node], torch.Tensor) else constants[node]
+                else:
+                    known[node] = made_again(node, value)
+            return known[node]
 
         leaves = list(map(value, self._graph.of_module))
         return pytree.tree_unflatten(leaves, self._specs.out_spec)

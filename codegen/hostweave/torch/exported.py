@@ -34,7 +34,7 @@ from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
-from hostweave.torch.nodes import location
+from hostweave.torch.nodes import is_view, location
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
@@ -274,19 +274,31 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each value that loses its gradient with an op `hostweave::detach`, which decompositions keep. Raises ProgramError
+    """Marks each use of a value that loses its gradient with an op `hostweave::detach`, which decompositions keep. Raises ProgramError
     if such a value is written to."""
     for node in list(graph.nodes):
         name = str(node.target)
-        if name in ("aten.detach.default", "aten.detach_.default"):
+        if name == "aten.detach_.default":
             _expect_unwritten(node)
             node.target = ops.detach.default
+        elif name == "aten.detach.default":
+            _expect_unwritten(node)
+            _mark_uses(graph, node)
         elif name == "wrap_with_set_grad_enabled" and node.args[0] is False:
             for made in list(node.users):
-                with graph.inserting_after(made):
-                    marked = graph.call_function(ops.detach.default, (made,))
-                marked.meta = dict(made.meta)
-                made.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)
+                _mark_uses(graph, made)
+
+
+def _mark_uses(graph: Graph, node: Node) -> None:
+    """Marks the uses of a value and of its views, rather than the value, because a write to the source may change the value until then."""
+    for user in list(node.users):
+        if is_view(user):
+            _mark_uses(graph, user)
+            continue
+        with graph.inserting_before(user):
+            marked = graph.call_function(ops.detach.default, (node,))
+        marked.meta = dict(node.meta)
+        user.replace_input_with(node, marked)
 
 
 def _expect_unwritten(node: Node) -> None:

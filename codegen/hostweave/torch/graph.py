@@ -27,6 +27,7 @@ from hostweave.torch.numbers import as_tensors
 from hostweave.torch.patterns import word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts
 from hostweave.torch.randomness import SEEDS, with_seeds
+from hostweave.torch.views import shared_results
 from hostweave.types.tensor import Dim, TensorType
 
 
@@ -78,6 +79,7 @@ class Graph:
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
     tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
+    of_calls: bool = False  # True if calls of a module return the results, so that those may share memory
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
@@ -122,11 +124,18 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns, in order: new values of written tensors, other results of the module, and checked conditions. A
-        result of the module may be None."""
+        result of the module may be None. Results in `shared` are replaced by the tensors of which they are views."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
-        of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (one,))]
+        of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
+        if self.of_calls:
+            of_module = [one for one in dict.fromkeys(of_module) if one not in self.shared.values() or one.op != "placeholder"]
         return [*written, *(one for one in (*of_module, *checked) if one not in written)]
+
+    @cached_property
+    def shared(self) -> dict[Any, Node]:
+        """Maps each result that shares memory with another tensor to that tensor."""
+        return shared_results(self) if self.of_calls else {}
 
     @cached_property
     def of_module(self) -> list[Any]:
@@ -315,7 +324,7 @@ _INSTEAD = {
 }
 
 
-def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False) -> Graph:
+def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False, of_calls: bool = False) -> Graph:
     """Reads the graph of an exported program. Raises ProgramError if a part of it is not supported."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
@@ -351,9 +360,8 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
         origins[seeds] = Origin("seeds", SEEDS)
     tokens = sum(spec.kind is OutputKind.TOKEN for spec in exported.graph_signature.output_specs)
     spec = exported.call_spec.out_spec
-    return Graph(
-        exported.graph, origins, layouts, mesh, written=written, checks=checks, tokens=tokens, is_derived_from=is_derived_from, spec=spec
-    )
+    others: Any = {"tokens": tokens, "is_derived_from": is_derived_from, "of_calls": of_calls, "spec": spec}
+    return Graph(exported.graph, origins, layouts, mesh, written=written, checks=checks, **others)
 
 
 def expect_unchecked(graph: Graph, of: str) -> None:

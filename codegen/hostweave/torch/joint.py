@@ -87,10 +87,14 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """Maps each saved value that is also a result to its index. Empty on several ranks, because the shardings may differ."""
+        """Saved values that a result replaces, with its index. None on several ranks, because the shardings may differ."""
+        return self.results_saved if self.outer.mesh.size == 1 else {}
+
+    @cached_property
+    def results_saved(self) -> dict[Node, int]:
+        """Maps each saved value that is also a result to its index."""
         output: Any = self.forward.graph.output_node()
-        results = enumerate(output.args[0][: len(self.results)])
-        return {node: number for number, node in results if node in self.saved and self.outer.mesh.size == 1}
+        return {node: number for number, node in enumerate(output.args[0][: len(self.results)]) if node in self.saved}
 
     def _labels(self, alone: str) -> list[str]:
         """Names of the results: their keys in the module's return value. A single result without a key is named `alone`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def op_of(node: Node) -> str:
 def is_complex(node: Any) -> bool:
     """True if a node combines the real and the imaginary part of a result. A program returns the two parts separately."""
     return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
+
+
+def is_view(node: Any) -> bool:
+    """True if a node's value is a view of its first operand, or an element of a tuple of views."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    schema: Any = getattr(node.target, "_schema", None)
+    return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
 
 
 def is_size(node: Node) -> bool:

@@ -45,7 +45,7 @@ def compiled(
     `step` has the optimizer, clip_grad_norm, accumulate and scaler for a whole training step.
     """
     graph_of, how, reads = exported
-    graph = read(graph_of, layouts, mesh, training)
+    graph = read(graph_of, layouts, mesh, training, of_calls=True)
     graph.traced, graph.reads = how, reads
     name = snake_case(type(module).__name__)
     settings = options_of(options, name)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hostweave.torch.layers import Path, paths_of_layers
-from hostweave.torch.nodes import modules_of, name_of, op_of
+from hostweave.torch.nodes import is_view, modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
@@ -27,10 +27,7 @@ def take_views_again(made: GraphModule, sources: Set[str]) -> None:
 
 
 def _is_view(node: Any) -> bool:
-    if node.target is operator.getitem:
-        return _is_view(node.args[0]) or node.args[0].op == "placeholder"
-    schema: Any = getattr(node.target, "_schema", None)
-    return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
+    return is_view(node) or (node.target is operator.getitem and node.args[0].op == "placeholder")
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:

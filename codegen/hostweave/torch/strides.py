@@ -50,7 +50,8 @@ def _memory(node: Node) -> Any:
 
 
 def as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on them."""
+    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on them. A result that
+    would be an operand or a view of it, as for `narrow_copy`, is a copy."""
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # torch.export replaces such ops by their rules
         return rule
 
@@ -61,6 +62,8 @@ def as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
         with disable_proxy_modes_tracing():
             own = pytree.tree_leaves(op(*args, **kwargs))
         leaves, spec = pytree.tree_flatten(made)
+        taken = [one.untyped_storage()._cdata for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        leaves = [one.clone() if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata in taken else one for one in leaves]
         return pytree.tree_unflatten([_with_strides(*both) for both in zip(leaves, own, strict=True)], spec)
 
     return call

@@ -36,8 +36,6 @@ class Differentiated(CompiledModule):
         # For each argument of the joint graph: the parameter, or None. `_wants` is True for parameters that require grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
-        of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
-        self._returned_parameters = {node: tensor_of(module, of_node[node].name) for node in self._graph.outputs if node in of_node}
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
@@ -70,14 +68,17 @@ class Differentiated(CompiledModule):
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
-        return passed | self._returned_parameters, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
+        return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
         """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
-        known = {**self._graph.constants, **passed, **dict(zip(self._joint.results, results, strict=True))}
+        known = {**passed, **dict(zip(self._joint.results, results, strict=True))}
         self._expect_valid(known)
         for node, value in self._graph.written.items():
-            local(tensor_of(self._module, self._graph.origins[node].name)).copy_(known[value])
+            buffer = tensor_of(self._module, self._graph.origins[node].name)
+            local(buffer).copy_(known[value] if value in known else self._graph.constants[value])
+            if not isinstance(buffer, DTensor):
+                known[value] = buffer
         return self._returned(known)
 
 
@@ -93,6 +94,9 @@ class TrainingModule(Differentiated):
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
         self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
+        tensors = {*backward_graph.parameters.values()}
+        self._read = {*joint.numbers_of(backward_graph).values()}  # indices of the arguments of the joint graph that `backward` reads
+        self._read |= {number for number, origin in enumerate(joint.origins) if origin.name in tensors}
         self._lock = threading.Lock()
         self._gather: Program | None = None
 
@@ -172,7 +176,9 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
         results, saved = model._compute(group, given)
         ctx.model, ctx.group, ctx.kept = model, group, len(saved)
-        keep(ctx, (*saved, *given))
+        copied = () if model._joint.shared else model._joint.results_saved.values()
+        of_results = [_version_of(results[number]) for number in copied]
+        keep(ctx, (*saved, *(one if number in model._read else None for number, one in enumerate(given)), *of_results))
         ctx.mark_non_differentiable(*(one for one, has in zip(results, model._joint.differentiable, strict=True) if not has))
         return tuple(results)
 
@@ -195,4 +201,14 @@ class _Step(torch.autograd.Function):
                 "backward before the write, or call the module again"
             ) from error
         wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
-        return None, None, *model._gradients(ctx.group, values[ctx.kept :], values[: ctx.kept], wanted)
+        given = values[ctx.kept : ctx.kept + len(model._joint.origins)]
+        return None, None, *model._gradients(ctx.group, given, values[: ctx.kept], wanted)
+
+
+def _version_of(result: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the version counter of a result. The backward pass reads a copy of the result, but a write to the result is an
+    error, as in torch."""
+    with torch.no_grad():
+        made = result.detach()
+        made.data = made.new_empty(0)
+    return made
