@@ -93,7 +93,7 @@ class _Halving(OpRewriter):
         return first, second
 
     def parts(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
-        """The two indices of a dim of size 2."""
+        """Selects the first and the second index of a dim of size 2."""
         for index, number in enumerate(("first", "second")):
             yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 

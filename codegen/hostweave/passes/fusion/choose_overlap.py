@@ -1,4 +1,4 @@
-"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the schedules of its reshards.
+"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the algorithms (`Schedule`) of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -77,7 +77,7 @@ class _Choice:
         self.number = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
-        self.rotations: dict[str, str | None] = {}  # streamed value -> the rotation of its loop
+        self.rotations: dict[str, str | None] = {}  # streamed value -> the rotation of its loop: "local_first", "local_last" or None
         self.joined: dict[str, list[_Member]] = {}  # streamed value -> the ops that join its loop
 
     def choose(self, root: Op, stream: Stream) -> None:

@@ -79,7 +79,7 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims whose blocks have different sizes on the two meshes, if ranks read the blocks by gets. All blocks of a get must be equal."""
+        """Dims whose blocks differ in size, if ranks read the blocks by gets. All blocks of a get must be equal."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []

@@ -11,8 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which the
-rank itself computed in the first matmul. Only the final sum needs communication.
+The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which the rank itself
+computed in the first matmul. Only the final sum needs communication.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a grouped matmul and later grouped matmuls. Finds none if another kind of op uses one of them."""
+        """Finds the values between a grouped matmul and later ones. Finds none if one is returned, or read by an op that mixes rows."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

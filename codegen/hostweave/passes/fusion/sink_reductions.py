@@ -105,7 +105,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """The operand, if the value is the result of a local slice that the compiler inserted. Otherwise the value itself."""
+        """The operand, if a reshard that the compiler inserted computes the value on one mesh. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name

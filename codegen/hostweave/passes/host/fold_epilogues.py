@@ -10,8 +10,8 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
-epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
+Folds a factor, an added tensor with the layout of the result, a bias with one element per column, relu, and for 16-bit results the tanh
+gelu. The epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
 Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Only such a fold saves a pass over
 memory. In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.

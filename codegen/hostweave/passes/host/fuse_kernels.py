@@ -81,7 +81,7 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses each launch that fulfils `fits` into all consumers of its results, the last launch first. Returns True if any was fused.
+        """Fuses each launch that fulfils `fits` into its consumers, as `union` does, the last launch first. Returns True if any was fused.
 
         After each fusion, tries the fused kernel next, because its own consumers may be able to absorb it.
         """
@@ -171,7 +171,7 @@ class Links:
         return sorted(touching, key=_number)
 
     def waits(self, first: Place, last: Place) -> bool:
-        """True if there is a wait for an event between two places."""
+        """True if an instruction between two places waits for other streams or orders them, and is not a fork."""
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
@@ -192,7 +192,7 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """The consumers' launches after fusion with the producer, or the reason why it is not fused: "" if nothing reads its results."""
+        """Fused launches of all consumers, if all may recompute the results, otherwise of the first. Or the reason why nothing is fused."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -320,7 +320,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value more than once per row, because the value does not depend on all loop indices."""
+    """True if a kernel would compute a value repeatedly, because it depends neither on all loop indices nor on exactly those of a row."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 

@@ -108,7 +108,7 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if reading the weights, of at least LEAST_BYTES, takes most of a matmul's time."""
+    """True if a matmul has too many rows to be fused, but reading its weights, of at least LEAST_BYTES, still takes most of its time."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2

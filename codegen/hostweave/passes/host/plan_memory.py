@@ -33,7 +33,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 StreamId = tuple[str, int]  # a stream: its pool and index
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> the stream that last recorded it (None: the caller's), and the index of the child that contains the record
+# event -> the stream that last recorded it (None: the caller's), and the index of the body's instruction that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
@@ -211,7 +211,7 @@ def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """Streams that a loop or branch both forks and joins in its body, on every rank."""
+    """Pools of streams that a child both forks and joins, on every rank."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))

@@ -62,7 +62,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The copy in a branch, if the branch is in a loop, one side copies between buffers of equal layout, and the other side communicates.
+    """The last copy in a branch of a loop, if it is between buffers of equal layout, and its side of the branch has only copies and views.
     None for other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
@@ -105,7 +105,7 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the instruction next to the branch, in the same body, that is or contains the instruction at `place`."""
+        """Number of the instruction, in the body that contains the branch, that is or contains the instruction at `place`."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:

@@ -95,10 +95,10 @@ class _Reducing:
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
-        """True if the kernel of the collective may do the work of the consumer. No array of the consumer may be larger than the result of
-        the collective, because a kernel with a collective has few thread blocks.
+        """True if the kernel of the collective may do the work of the consumer. This is always possible for an all_reduce.
 
-        The consumer must not read the block that is sent, because in the kernel this buffer stands for the blocks of all ranks.
+        Otherwise no array of the consumer may be larger than the collective's result, because the kernel has few thread blocks. The
+        consumer must also not read the collective's operand, because in the kernel this buffer stands for the blocks of all ranks.
         """
         if not i.blocks:
             return True

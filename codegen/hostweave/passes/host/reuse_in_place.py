@@ -158,13 +158,13 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its whole memory, and the result has the same dtype and number of elements."""
+        """True if the operand covers its whole memory, and the result is in other memory, with the same dtype and number of elements."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all uses of a buffer are in the `on` body around `place`, where the view that replaces the allocation is defined."""
+        """True if a view at `place` is visible to all uses of a buffer: they are in the same `on` body, or `place` is in no `on` body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 

@@ -81,8 +81,8 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes the instruction if it is a wait for the event, or a record, as `kind` says. Also removes such instructions from a stream
-        block."""
+        """Removes the instruction if it is of this kind, a wait or a record, and uses the turn's event. If it is a stream block, removes
+        such instructions from its body."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):

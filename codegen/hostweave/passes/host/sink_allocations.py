@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-`reuse_in_place` needs this pass, because all uses of a buffer that it replaces must be in one `on` body.
+`reuse_in_place` replaces a buffer only if all uses are in one `on` body, so it needs this pass.
 """
 
 from dataclasses import replace

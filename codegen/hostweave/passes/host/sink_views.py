@@ -84,7 +84,7 @@ def _line(i: tree.Instruction) -> _Line:
 
 
 def _place(view: tree.Instruction, lines: _Lines) -> None:
-    """Inserts a view before its first user in `lines`, and before other views at that position."""
+    """Inserts a view before its first user in `lines`, and before other views there, or into a body of its only user (see `_inside`)."""
     (out,) = tree.names(view, "view")
     users = (k for k, (_, uses) in enumerate(lines) if out in uses)
     at = next(users, 0)

@@ -91,7 +91,7 @@ class _Ahead:
     # --- cutting an iteration ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        """Splits the body of a stream block, by splitting each of its `on` bodies."""
+        """Splits the body of a stream block. If the body consists of `on` bodies for different ranks, splits each `on` body."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)

@@ -12,7 +12,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# Ops that relate only the outermost parts of dims. Such dims must be split evenly.
+# Ops that relate a dim only to the outermost part of another dim. Such dims must be split evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
 Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and the reason
 
