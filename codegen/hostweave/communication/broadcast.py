@@ -1,4 +1,4 @@
-"""Schedules broadcast and reduce: in each iteration, one block is broadcast by its owner, or reduced to its owner."""
+"""Algorithms broadcast and reduce: in each iteration, the owner of one block broadcasts the block, or receives its reduction."""
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule

@@ -24,7 +24,7 @@ CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
     """Seconds of a collective that runs alone. `size` is the number of a rank's bytes before or after the collective, whichever is larger.
-    An all-reduce takes twice the time of a reduce-scatter.
+    An all-reduce takes about twice the time of a reduce-scatter.
 
     If there are several hosts, each has equally many of the ranks. The network and the links inside each host work concurrently.
     """
@@ -57,8 +57,8 @@ def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, seconds by which the copies delay the ops that
-    run at the same time, because they share the memory bandwidth."""
+    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, the copies count only as the time by which
+    they delay concurrent ops, which share the memory bandwidth."""
     # `added` is the time of the kernel that sums the copied terms of a reduction
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)

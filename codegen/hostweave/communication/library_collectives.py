@@ -1,4 +1,4 @@
-"""Emits each collective of a process group as one instruction. Buffers are contiguous."""
+"""Emits each collective of a process group as one instruction. Callers pass contiguous buffers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Schedule p2p: in each iteration, a rank sends a block to one peer and receives a block from another, by send and recv."""
+"""Algorithm p2p: in each iteration, a rank sends a block to one peer and receives a block from another, by send and recv."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

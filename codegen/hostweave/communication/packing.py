@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # least number of terms for which the kernel that reduces them has one operand for all terms, not one per term
+MIN_STACKED_TERMS = 8  # least number of terms that the reduction kernel reads as one operand, stacked along the outermost dim
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits fewer than MAX_TERMS terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
+    """Splits few terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
     count = int(b.types[terms].shape[0])
-    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MAX_TERMS else [terms]
+    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MIN_STACKED_TERMS else [terms]
 
 
 def group(b: Builder, *communications: tree.Instruction) -> None:

@@ -1,11 +1,11 @@
-"""Schedule put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
+"""Algorithm put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
 All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, these operations could
 deadlock: a CUDA graph may execute its branches one after another, in any order that its edges allow. In a graph, a rank may also send the
 next signal only after the receiver has waited for the previous one. A rank therefore waits for a peer's chunk before its next put.
 
-The first signal of a call means that the memory for arriving chunks is free. If ranks get, the owner of a shard signals that the shard is
-ready, and each reader signals after it has read the shard.
+Before a loop, each rank signals that its memory for arriving chunks is free. If ranks get, the owner of a shard instead signals that the
+shard is ready, and each reader signals after it has read the shard.
 """
 
 from contextlib import AbstractContextManager

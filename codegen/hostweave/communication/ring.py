@@ -1,4 +1,4 @@
-"""Schedule ring: each rank receives a block from the previous rank, and then sends the block to the next rank."""
+"""Algorithm ring: each rank receives a block from the previous rank, and then sends the block to the next rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Schedules across shards: an iteration does one collective, or one move to another mesh, for a slice of every rank's shard."""
+"""Algorithms across shards: an iteration does one collective, or one move to another mesh, for a slice of every rank's shard."""
 
 from hostweave.communication.collective import CollectiveLowering
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication, communication_slowdown

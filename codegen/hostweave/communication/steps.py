@@ -66,8 +66,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard. The transfer is then a view of the rank's local tensor, or
-        of a part of this tensor along unsharded dims."""
+        """True if each rank of a transfer's target mesh already holds its shard. The transfer is then a view of the rank's local tensor. If
+        the transfer shards an unsharded dim, the view covers one block of this dim."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -95,7 +95,7 @@ class Dataflow:
 @dataclass(frozen=True)
 class LoopSteps:
     """An iteration of a loop, as expressions over the loop index. `shards` is the number of ranks of `mesh` that split the chunked dim,
-    before or after the loop's communication.
+    before or after the loop's communication, whichever is larger.
 
     In a loop by shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, an iteration covers
     the same slice of every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row
@@ -139,7 +139,7 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The iteration in which this rank uses the block that the previous rank of a ring sends now."""
+        """The next iteration of a ring. It uses the block that this rank receives in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Interface through which schedules get the buffers of values from the lowering."""
+"""Interface through which communication gets the buffers of values from the lowering."""
 
 from typing import Protocol
 
