@@ -143,7 +143,7 @@ CHECKED = {
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
         "is sent again before rank 1 has waited for the previous signal, so that a CUDA graph waits forever; "
-        "add that wait before the put, or use another number",
+        "add that wait before it, or use another signal number",
     ),
     "a wait without a signal": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),

@@ -282,7 +282,7 @@ def test_a_program_of_two_meshes() -> None:
         # the static check
         (
             "send %x to rank on x\n",
-            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: put it into an `on` body of its mesh",
+            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: use an `on` body of its mesh",
         ),
         (
             SEND,
@@ -307,7 +307,7 @@ def test_a_program_of_two_meshes() -> None:
         (
             ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on x\n",
             "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on x: %b is not on this rank: "
-            "put it into an `on` body of its mesh",
+            "use an `on` body of its mesh",
         ),
     ],
 )

@@ -1,9 +1,9 @@
-"""Finds communications of one rank that must be ordered but are not. Communications on different channels that occupy
-multiprocessors must be ordered, and so must kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
+"""Finds communications of one rank that must be ordered but are not. Communications on different channels that occupy multiprocessors must
+be ordered, and so must kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
-peers can then deadlock. Unordered communications could also overwrite each other's element counts, because all
-streams of a rank share the memory of these counts.
+peers can then deadlock. Unordered communications could also overwrite each other's element counts, because all streams of a rank share the
+memory of these counts.
 
 Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
 one after another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
@@ -58,8 +58,8 @@ class SignalOrder:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields each with the rank's previous signal or wait, if that may
-        still run."""
+        """Records the signals and waits of a task that starts at `clock`. Yields each with the rank's previous signal or wait, if the
+        previous one may still run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]

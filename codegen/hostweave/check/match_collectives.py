@@ -16,8 +16,8 @@ ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and the global 
 
 @dataclass(frozen=True)
 class MatchedCommunications:
-    """Communications that belong to one transfer: a send and its recv, a signal and its wait, or the collective of each rank in process
-    group order."""
+    """Communications of several ranks that belong together: a send and its recv, a signal and its wait, or the collective of each rank in
+    process group order."""
 
     parts: tuple[Operation, ...]
 
@@ -195,7 +195,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
             why = f"is sent again before rank {part.peer} has waited for the previous signal, so that a CUDA graph waits forever"
-            raise failure(instances.program, f"{part}: {why}; add that wait before the put, or use another number", part.instruction)
+            raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another signal number", part.instruction)
     if stuck:
         first = stuck[0]
         why = "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"

@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
 
 
 class BufferPosition(NamedTuple):
-    """A buffer's position in its memory, and the generation of its contents."""
+    """A buffer's position in its memory, and the generations (versions of the contents) that its reads may see."""
 
     root: str
     offset: int  # bytes
@@ -72,7 +72,7 @@ class Run:
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(init=False)  # root -> latest generation that has begun
+    generations: dict[str, int] = field(init=False)  # name of a memory -> its latest generation
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
     # like `freed`, for memory that other streams can reuse only after the join
     freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Run:
 
     def position(self, name: str, instruction: tree.Instruction) -> BufferPosition:
         if name not in self.positions:
-            self.fail(instruction, f"%{name} is not on this rank: put it into an `on` body of its mesh")
+            self.fail(instruction, f"%{name} is not on this rank: use an `on` body of its mesh")
         return self.positions[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:

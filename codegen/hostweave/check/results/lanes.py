@@ -1,11 +1,11 @@
 """Arrays with several lanes: one lane per rank and seed.
 
-The lane is the first dim of every part, and is not included in shapes and axes. A function that branches on a value, such as `int(x)`,
-raises NeedsSingleLane. `apply` then calls the function for each lane separately.
+The lane is the first dim of every part, and is not included in shapes and axes. A function that needs a Python number, for example to
+branch, raises NeedsSingleLane. `apply` then calls the function for each lane separately.
 
-Integers and bools are exact. A float is a `Real` with two parts. The shadow, in f64, decides comparisons, maxima, orders, casts to integers
-and infinities. The element of a finite field is random and independent of the shadow. Sums and products of elements are exact. Functions
-that the field lacks, such as sqrt, are random functions of the element.
+Integers and bools are exact. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field. Random inputs have
+independent shadows and elements. The shadow decides comparisons, sort orders, casts to integers, and whether a number is finite. Sums and
+products of elements are exact. Functions that the field lacks, such as sqrt, are random functions of the element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is
 
 
 class NeedsSingleLane(Exception):
-    """Raised by a function that branches on a value. The function must then be called for each lane separately."""
+    """Raised by a function that needs a Python number. The function must then be called for each lane separately."""
 
 
 class Lanes:
@@ -205,7 +205,7 @@ class Real(Lanes):
 
     @classmethod
     def from_parts(cls, shadow: Part, element: Part) -> Self:
-        """Numbers that consist only of a shadow and an element."""
+        """Numbers with this shadow and this element. A subclass with more parts derives the others."""
         return cls(shadow, element)
 
     @property
@@ -275,7 +275,7 @@ class Real(Lanes):
 
 
 def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
-    """Replaces shadows of sums that are 0 in the field by 0, if they are only rounding errors. `size` sums the absolute values.
+    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. `size` sums the absolute values.
 
     Otherwise the inverses and signs of these shadows would depend on the order of the sum."""
     is_error = (element == 0) & (shadow != 0)

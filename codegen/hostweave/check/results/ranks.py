@@ -339,7 +339,7 @@ class _Queue:
         return own is instruction or own == instruction
 
     def awaited(self, match_of: Mapping[Operation, MatchedCommunications]) -> Sequence[Operation]:
-        """The communications that must post before this operation can end."""
+        """The communications that must be posted before this operation can end."""
         return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
 
 
