@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.base.errors import Location
@@ -279,7 +280,8 @@ class Emitter:
     def attend(self, i: EitherAttention, dst: str, operands: tuple[str, ...], beside: OptionalOperands, blind: str = "") -> str:
         made_with = attention_made_with(i, self.type_of(i.q), blind, self.streams)
         prepared_with = partial(attention_prepared_with, i, operands, beside, self.type_of, self.integers)
-        plan = self.planned(f"{type(i).__name__}Plan", self.buffers[dst].root, made_with, prepared_with)
+        name = self.context.products.result(dst, def_use(self.program))
+        plan = self.planned(f"{type(i).__name__}Plan", name, made_with, prepared_with)
         return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def emit_launch(self, i: ir.Launch) -> str:

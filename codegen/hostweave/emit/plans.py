@@ -49,20 +49,21 @@ class Products:
         for uses in map(def_use, bodies(program)):
             for _, i in uses.instructions(ir.Matmul):
                 results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
-                results.setdefault(uses.root(i.b), _result(i.dst, uses))
+                results.setdefault(uses.root(i.b), self.result(i.dst, uses))
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
         """Name of a plan, composed of the results that it computes: `g_and_u`, or `q_and_2_others`."""
         first, *others = self._results[_alike(i, types)].values()
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
 
-
-def _result(name: str, uses: DefUse) -> str:
-    """Name of a result in the name of a plan: a view with a constant index, or else the buffer that the result aliases. Follows the second
-    buffer if a condition selects one of two."""
-    while (place := uses.views.get(name)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
-        *_, name = tree.names(place.instruction, "alias")
-    return uses.root(name) if name not in uses.views else name
+    @staticmethod
+    def result(name: str, uses: DefUse) -> str:
+        """Name of a result in the name of a plan: its own if it is in a view with a constant index, or else that of the buffer that it
+        aliases. Follows the second buffer if a condition selects one of two."""
+        at = name
+        while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
+            *_, at = tree.names(place.instruction, "alias")
+        return uses.root(at) if at not in uses.views else name
 
 
 def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:

@@ -9,10 +9,10 @@ namespace programs::trained_in_zigzag {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_cp_(rank.channel(kMesh, "cp", 4)),
-      plan_y_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
-      plan_y_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
-      plan_dq_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
-      plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
+      plan_y_first_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_y_second_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_dq_first_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_dq_second_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
   HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
   HW_CHECK(hw::load(add_reshape_concat_dk_before_concat));
   HW_CHECK(hw::load(reverse_second_dk_pieces));
@@ -34,18 +34,19 @@ OutputShapes Program::prepare(const Inputs& in) {
   if (prepared_ != sizes) {
     const int64_t rank_cp = rank_.index();
     prepared_.reset();  // stays empty if an error follows
-    plan_y_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
-                    hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
-                    rank_cp * (S / 8));
-    plan_y_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
-                      hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), (3 - rank_cp) * (S / 8) + S / 2);
-    plan_dq_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
-                     hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
-                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S / 2, 64},
-                     {2, S / 2, 64}, rank_cp * (S / 8));
-    plan_dq_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
-                       hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
-                       hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
+    plan_y_first_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                          hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                          rank_cp * (S / 8));
+    plan_y_second_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                           hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), (3 - rank_cp) * (S / 8) + S / 2);
+    plan_dq_first_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                           hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                           hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                           {2, S / 2, 64}, {2, S / 2, 64}, rank_cp * (S / 8));
+    plan_dq_second_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                            hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                            hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                            (3 - rank_cp) * (S / 8) + S / 2);
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
     // - k_in_order_gathered_, v_in_order_pieces_, dk_before_concat_, dv_pieces_
@@ -112,17 +113,19 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           k_in_order_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, v_in_order_gathered_,
                           v_in_order_pieces_, S));
-  HW_CHECK(plan_y_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
+  HW_CHECK(plan_y_first_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
   const auto* q_second_piece = q + 8 * S;
   auto* y_pieces_1 = y + 8 * S;
-  HW_CHECK(plan_y_1_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
+  HW_CHECK(
+      plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
   // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
-  HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_before_first_partial_,
-                                  dv_before_first_partial_, caller));
+  HW_CHECK(plan_dq_first_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq,
+                                        dk_before_first_partial_, dv_before_first_partial_, caller));
   const auto* dy_second_piece = dy + 8 * S;
   auto* dq_pieces_1 = dq + 8 * S;
-  HW_CHECK(plan_dq_1_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_,
-                                    dy_second_piece, dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_, caller));
+  HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_,
+                                         dy_second_piece, dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_,
+                                         caller));
   auto* dk_before_second_half = dk_before_second_partial_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
                           dk_before_second_partial_, dk_before_first_partial_, dk_before_second_half, dk_before_concat_, S));

@@ -64,10 +64,10 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_cp_;  // 4 ranks along cp
-  hw::AttentionPlan plan_y_;
-  hw::AttentionPlan plan_y_1_;
-  hw::AttentionBackwardPlan plan_dq_;
-  hw::AttentionBackwardPlan plan_dq_1_;
+  hw::AttentionPlan plan_y_first_;
+  hw::AttentionPlan plan_y_second_;
+  hw::AttentionBackwardPlan plan_dq_first_;
+  hw::AttentionBackwardPlan plan_dq_second_;
   hw::Arena arena_;
   hw::bf16* k_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
   hw::bf16* v_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
