@@ -131,7 +131,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks, such as gradients of norms, to the end of the body if they overlap with nothing and no large op needs them.
+    """Moves sums over ranks that overlap with nothing, such as gradients of norms, to the end of the body if no large op needs them.
 
     `group_communications` can then put all these all-reduces into one group. Does nothing in bodies without matmuls.
     """

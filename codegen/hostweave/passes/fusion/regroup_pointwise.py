@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. A group does not
-move either if one of its ops could be the epilogue of a matmul, or if its values are sharded or streamed.
+together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. Nor does it move
+if one of its ops could be the epilogue of a matmul, or if its values are sharded or streamed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -34,8 +34,8 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
     """Moves the reduction of each partial sum past later ops where this saves bytes, or saves communications at equal bytes.
 
-    A reduction does not move past an op whose result the user streams or pins, nor past an op whose other operands would then need
-    communication.
+    A reduction does not move past an op whose result the user streams or pins. Nor does it move past an op whose other operands would then
+    need communication.
     """
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion

@@ -11,7 +11,7 @@ with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x)
 writes %h.
 
 Also merges kernels that read the same elements, if the later launch can move to the position of the earlier launch. The pass runs after
-lowering. Therefore it also fuses kernels inside chunk loops and next to communication. Each kernel records why it is not fused further.
+lowering, so kernels inside chunk loops and next to communication are fused too. Each kernel records why it is not fused further.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""If each iteration of a loop uses only one chunk of a buffer, replaces the buffer by one buffer per stream, of the size of a chunk.
+"""If each iteration of a loop uses only one chunk of a buffer, replaces the buffer by one chunk-sized buffer per stream.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }

@@ -107,8 +107,8 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be in this memory and all reads of the input precede the
-        computation of the operand."""
+        """Places the operand in the memory of a donated input, if the result must be in this memory. All reads of the input must precede
+        the computation of the operand."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -164,7 +164,7 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if a view at `place` is visible to all uses of a buffer: they are in the same `on` body, or `place` is in no `on` body."""
+        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only in this body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 

@@ -21,9 +21,9 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-FEW = 32  # largest number of results
-ROW = 512  # smallest number of elements in a row
-MANY = 1 << 16  # smallest total number of elements
+MAX_RESULTS = 32  # largest number of results
+MIN_ROW = 512  # smallest number of elements in a row
+MIN_ELEMENTS = 1 << 16  # smallest total number of elements
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -71,9 +71,9 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
         count = product(tuple(shape[dim] for dim in dims))
         return count.is_int and int(count) < most
 
-    if not left.is_int or int(left) > FEW or is_less(axes, MANY):
+    if not left.is_int or int(left) > MAX_RESULTS or is_less(axes, MIN_ELEMENTS):
         return ()
-    return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], ROW)), ())
+    return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], MIN_ROW)), ())
 
 
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:

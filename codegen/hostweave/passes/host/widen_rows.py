@@ -64,8 +64,8 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window, or if an
-        instruction that accesses the buffer does not support padded rows."""
+        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window. Also
+        empty if an instruction that accesses the buffer does not support padded rows."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}

@@ -69,8 +69,8 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if one kernel should compute a concat or pad, because no operand comes from an op that could write directly into the result,
-    such as a matmul."""
+    """True if one kernel should compute a concat or pad. This is so if no operand comes from an op, such as a matmul, that could write
+    directly into the result."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
         return False
