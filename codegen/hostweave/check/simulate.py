@@ -30,8 +30,8 @@ MAX_STEPS = 2**16  # maximum number of iterations of all loops of one rank
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
     """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls.
 
-    Raises ProgramError if a size does not divide evenly, or if an index, a peer or a root is out of range. Raises
-    ProgramError for a wait whose record may not have run, and for loops with more than MAX_STEPS iterations.
+    Raises ProgramError if a size does not divide evenly, or if an index, a peer or a root is out of range. Raises ProgramError for a wait
+    whose record may not have run, and for loops with more than MAX_STEPS iterations.
     """
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
@@ -210,8 +210,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that is one operation on its stream, such as a computation or a collective. The operation of a
-    computation has a copy of the instruction, in which values replace the expressions."""
+    """Binds an instruction that is one operation on its stream, such as a computation or a collective. The operation of a computation has a
+    copy of the instruction, in which values replace the expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:

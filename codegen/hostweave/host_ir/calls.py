@@ -156,14 +156,14 @@ class _Inlining:
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
         """Instructions to insert before and after the inlined body of a function with donated inputs: views and `returned`. Adds to `names`
         the views that replace the parameters."""
-        used_names = [p for p in function.outputs if p.memory]
+        donated = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
-        for kind, parameters in ((AsGiven, function.inputs if used_names else ()), (TakeOver, used_names)):
+        for kind, parameters in ((AsGiven, function.inputs if donated else ()), (TakeOver, donated)):
             for p in parameters:
                 out = claim_unique(f"{function.name}_{p.name}", self.used_names)
                 before.append(kind(out, names[p.name], location=location))
                 names[p.name] = out
-        return tuple(before), tuple(Returned(names[p.name], location=location) for p in used_names)
+        return tuple(before), tuple(Returned(names[p.name], location=location) for p in donated)
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:

@@ -273,7 +273,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges bodies of consecutive instructions with equal `of`, which is not None. By default, merges `on` bodies of one mesh."""
+    """Merges bodies of consecutive instructions whose `of` is equal and not None. By default, merges `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):

@@ -380,8 +380,8 @@ def count_elements(fusion: Fusion, sizes: Sizes) -> float:
 
 
 @ir.analysis
-def _count_elements(fusion: Fusion, global_input: tuple[tuple[str, int], ...]) -> float:
-    sizes = dict(global_input)
+def _count_elements(fusion: Fusion, items: tuple[tuple[str, int], ...]) -> float:
+    sizes = dict(items)
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
     of_functions = dict[str, float]()
     for op in fusion.ops:
@@ -393,8 +393,8 @@ def _count_elements(fusion: Fusion, global_input: tuple[tuple[str, int], ...]) -
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
-            remaining = fusion.types[op.tensors[0]].shape
-            terms = remaining[-2:-1] if op.kind == OUTER else remaining[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+            shape = fusion.types[op.tensors[0]].shape
+            terms = shape[-2:-1] if op.kind == OUTER else shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
             made *= 1 + prod(size.bind(sizes) for size in terms) / 100
         total += made
     return total

@@ -120,8 +120,8 @@ class Runs:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """Length of the longest prefix of calls in which each operand has one role: carried from one result, shared by all calls, or
-        different in each call."""
+        """Length of the longest prefix of calls in which each operand has one role. The roles are: carried from one result, shared by all
+        calls, and different in each call."""
         in_turn = {name for column in self.stacks for name in column} | self.inputs | self.selects.keys()
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -132,8 +132,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls: its roles if a group or stack contains both values, its roles if none does, and the
-        two values if they differ. The role `in turn` means that each call reads another tensor of a group or stack."""
+        """For each operand of two consecutive calls: its roles if one of its two values is in a group or stack, its roles otherwise, and
+        the values if they differ. The role `in turn` means that each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):

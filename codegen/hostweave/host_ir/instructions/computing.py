@@ -38,8 +38,8 @@ class Compute(Instruction):
 class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Lowered to cublasLtMatmul with an epilogue.
 
-    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has dst's type, and may be dst. The bias is a
-    vector along the columns of dst. There is at most one `accumulate` and one bias.
+    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has dst's type, and may be dst. The bias has one
+    element per column of dst. There is at most one `accumulate` and one bias.
 
     If a and b are 8-bit floats, they have f32 `scales`. a is then [M, K] with contiguous rows, and b is [K, N] with contiguous columns. The
     scales of a are [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each scale multiplies one block of a. The same rules hold for b. The
