@@ -31,13 +31,14 @@ HEADERS_OF = {
 }
 
 # Script that adds options to each kind of command. It passes all other commands to the compiler unchanged. The gold linker, if it is
-# available, halves the link time.
+# available, halves the link time. Without the standard libraries, linking takes half of the rest; the loader finds their symbols, because
+# the runtime library needs these libraries too.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
 *" {library} "*) exec {compiler} "$@" {library_level} ;;
 {cases}
-*" -shared "*) exec {compiler} {linker} "$@" ;;
+*" -shared "*) exec {compiler} {linker} -nodefaultlibs "$@" -lgcc ;;
 *) exec {compiler} "$@" ;;
 esac
 """
