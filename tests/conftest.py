@@ -134,7 +134,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_finish() -> None:
     """Freezes all existing objects, because garbage collections that visit them would take longer than most tests."""
     gc.freeze()
-    gc.set_threshold(50_000)  # tests create few reference cycles
+    gc.set_threshold(400_000)  # tests create few reference cycles
     gc.enable()
 
 
