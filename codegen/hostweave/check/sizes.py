@@ -1,6 +1,7 @@
 """Chooses small sizes at which a program is checked. At these sizes, every derived size is an integer."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from math import gcd, lcm, prod
@@ -86,12 +87,18 @@ MAX_TRIES = 2**14  # per search
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
     """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries the values of each size in
     steps, from the smallest on."""
+    # excludes bounds with local sizes, which depend on the rank
+    lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
+    return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
+
+
+@ir.analysis
+def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
+    """Sizes that have a smallest value at which all slices fit, and all sums and divisors of means are positive."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
-    # excludes bounds with local sizes, which depend on the rank
-    lower_bounds = [(size, smallest) for size, smallest in lower_bounds if set(size.atoms) <= sizes.keys()]
-    return next(filter(None, (_search(sizes, list(dict.fromkeys(lower_bounds)), steps) for steps in STEPS_TO_TRY)), None)
+    return tuple(dict.fromkeys(lower_bounds))
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
@@ -136,9 +143,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
-    symbols_of_conditions = {name for condition in conditions for name in _deciding_symbols(condition)}
-    smallest = _enlarged(program, symbols_of_conditions)
-    small = (smallest, *_uneven(program, smallest))
+    small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
+    smallest = small[0]
     at_smallest, changes = RankSizes(smallest, program.mesh), list[dict[str, int]]()
     for condition in conditions:
         found = {name: _factor_until_change(condition, name, at_smallest) for name in _deciding_symbols(condition)}
@@ -170,8 +176,10 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
     return changed if changed != program else None
 
 
-def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
-    """Minimal sizes. Sizes that no loop iterates over are enlarged, because few elements would not show a wrong order in a shard."""
+@ir.analysis
+def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
+    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged, except those in `kept`,
+    because few elements would not show a wrong order in a shard."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -183,13 +191,15 @@ def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
         more = _elements(program, {name: at for name, (_, at) in larger.items()})
         if more <= max(MAX_ENLARGED_ELEMENTS, MAX_GROWTH * elements):
             steps, elements = larger, more
-    return _fitting_sizes(program, steps) or smallest
+    smallest = _fitting_sizes(program, steps) or smallest
+    return (smallest, *_uneven(program, smallest))
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
     """Number of elements of all buffers of a rank. Approximate if sizes do not divide evenly."""
     known = RankSizes(sizes, program.mesh)
-    return sum(prod((size * size.divisor).bind(known) / size.divisor for size in type.shape) for type in ir.buffer_types(program).values())
+    shapes = Counter(type.shape for type in ir.buffer_types(program).values())
+    return sum(number * prod((size * size.divisor).bind(known) / size.divisor for size in shape) for shape, number in shapes.items())
 
 
 def _deciding_symbols(condition: Expr) -> list[str]:
@@ -239,10 +249,9 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
     return (_fitting_sizes(program, uneven) or dict(smallest),)
 
 
-def all_sizes(program: ir.HostProgram) -> Iterator[Size]:
-    """All sizes of the program's memory and loops, which must be integers."""
-    for parameter in (*program.inputs, *program.outputs):
-        yield from parameter.type.shape
-    for _, type in ir.defined_types(program):
-        yield from (*type.shape, *(type.strides or ()))
-    yield from trip_counts(program)
+@ir.analysis
+def all_sizes(program: ir.HostProgram) -> tuple[Size, ...]:
+    """All different sizes of the program's memory and loops, which must be integers."""
+    found = dict.fromkeys(size for parameter in (*program.inputs, *program.outputs) for size in parameter.type.shape)
+    found |= dict.fromkeys(size for _, type in ir.defined_types(program) for size in (*type.shape, *(type.strides or ())))
+    return tuple(found | dict.fromkeys(trip_counts(program)))
