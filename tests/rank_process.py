@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from compiled_fusions import EXCHANGES, ONE_SIDED, PIPELINES, Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
+from compiled_fusions import EXCHANGES, ONE_SIDED, PIPELINES, Arrays, fusion_of, integer_arrays, programs_of, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
@@ -110,10 +110,10 @@ class Rank:
             for v in fusion.arguments
         ]
 
-    def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
+    def check(self, fusion: Fusion, program: hw.Program, arrays: Arrays, results: Any) -> None:
         """Tests that every output equals the local block of the reference. Results are exact, because inputs are small integers."""
         outputs = results if isinstance(results, tuple) else (results,)
-        for parameter, want, got in zip(lowered(fusion).results, run_reference(fusion, arrays), outputs, strict=True):
+        for parameter, want, got in zip(program.host.results, run_reference(fusion, arrays), outputs, strict=True):
             if not holds(parameter.type, fusion.mesh, self.group.rank):
                 assert got is None
                 continue
@@ -135,12 +135,12 @@ def run_all(rank: Rank, which: str) -> None:
         if name not in OF_SOME:
             nothing = dict.fromkeys(program.host.given_sizes(), 0)
             none = integer_arrays(fusion, sizes | nothing, seed=0)
-            rank.check(fusion, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
+            rank.check(fusion, program, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
         results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # all in flight at once
         for arrays, result in zip(calls, results, strict=True):
-            rank.check(fusion, arrays, result)
+            rank.check(fusion, program, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
-            rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0]), sizes=known))
+            rank.check(fusion, program, calls[0], program(*rank.in_window(fusion, calls[0]), sizes=known))
             assert any(other.compiled.host.windows for other in program.variants)
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
@@ -187,12 +187,12 @@ def run_graphs(rank: Rank) -> None:
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
-        values = integer_arrays(fusion, sizes_of(fusion), 0)
+        values = integer_arrays(fusion, sizes_of(program.host), 0)
         sets = [rank.local(fusion, values) for _ in range(4)]
         out = program(*sets[3])
         for call in range(2, 20):
             which = 3 if call == 18 and rank.group.rank else call * (rank.group.rank + 1) % 3
-            rank.check(fusion, values, program(*sets[which], out=out))
+            rank.check(fusion, program, values, program(*sets[which], out=out))
         (local,) = (one for running, one in rank.group.programs.items() if running.compiled is program.compiled)
         assert local.common_graphs.agreed
         assert local.native.graphs == (4 if rank.group.rank else 3)
@@ -229,7 +229,7 @@ class Calls:
     def __init__(self, rank: Rank, name: str):
         self.rank, ranks = rank, rank.group.count
         self.fusion, self.program = program_of(name.removeprefix("captured:"), ranks, rank.target)
-        sizes = [{"M": rows * ranks, "K": 16, "N": 16} for rows in (16, 3)] if name == "chosen" else [sizes_of(self.fusion, times=16)]
+        sizes = [{"M": rows * ranks, "K": 16, "N": 16} for rows in (16, 3)] if name == "chosen" else [sizes_of(self.program.host, times=16)]
         self.arrays = [integer_arrays(self.fusion, one, seed=0) for one in sizes]
         call = self.program.capture if name.startswith("captured:") else partial(partial, self.program)
         self.calls = [call(*self.rank.local(self.fusion, arrays)) for arrays in self.arrays]
@@ -240,7 +240,7 @@ class Calls:
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
                 self.rank.group.check()  # before results are compared, because an aborted call has none
-            self.rank.check(self.fusion, arrays, result)
+            self.rank.check(self.fusion, self.program, arrays, result)
 
 
 def say(line: str) -> None:
