@@ -17,7 +17,7 @@ from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.group import ParameterGroup
 from hostweave.types.tensor import TensorType
 
-LEAST = 2  # fewest calls that become a repeat
+MIN_CALLS = 2  # fewest calls that become a repeat
 
 Column = tuple[str, ...]  # values of one operand or of one result in consecutive calls, one per call
 Roles = list[tuple[set[object], set[object], Column]]
@@ -109,7 +109,7 @@ class Runs:
                 most = self.most_alike(of_function[begin:])
                 # also tries shorter runs, because a model may return the carried values of all layers except the last
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
-                run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
+                run = next((run for end in ends if end >= MIN_CALLS and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
                     run = None  # all operands are shared, so `share_equal_ops` merges these calls
                 if run:

@@ -18,7 +18,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MOST_OF_TIME = 0.97  # a new order may take at most this fraction of the predicted time of the old order
+MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predicted time of the old order
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
@@ -36,7 +36,7 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
-    return replace(fusion, body=ordered) if ranks.time_of(ordered) < MOST_OF_TIME * ranks.time_of(fusion.ops) else fusion
+    return replace(fusion, body=ordered) if ranks.time_of(ordered) < MAX_TIME_RATIO * ranks.time_of(fusion.ops) else fusion
 
 
 class _Ranks:

@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 
-FEW = 16  # a take moves if it reads at most one in this many elements along the dim
+MIN_LENGTH_PER_INDEX = 16  # a take moves if it reads at most one in this many elements along the dim
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:
@@ -45,7 +45,7 @@ class _Taking(OpRewriter):
         """True if the take `op` reads few elements, and can read the operands of `made` instead of its result."""
         dims, axis = made.result.type.shape, op[AXIS]
         count, length = self.types[op.tensors[1]].shape[axis], dims[axis]
-        is_few = count.is_int and length.is_int and FEW * int(count) <= int(length)
+        is_few = count.is_int and length.is_int and MIN_LENGTH_PER_INDEX * int(count) <= int(length)
         is_plain = is_pointwise(made) and not (op.result.stream or op.result.type.axes or op.result.type.partial)
         return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
 

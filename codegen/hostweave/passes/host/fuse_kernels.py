@@ -32,7 +32,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # number of additions that take about as long as reading an element
-SHORT = 1 << 14  # longest row, in elements, that one thread block processes in less time than a second launch takes
+MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block processes in less time than a second launch takes
 _number = attrgetter("number")
 
 
@@ -287,7 +287,7 @@ class Links:
         except NotOneKernel as reason:
             return str(reason)
         row = product(tuple(walked.sizes[index] for index in walked.reduced))
-        is_fast = bool(walked.kept) or (row.is_int and int(row) <= SHORT)
+        is_fast = bool(walked.kept) or (row.is_int and int(row) <= MAX_SHORT_ROW)
         for result in kernel.results:
             if walked.reduced and walked.is_whole(result.name):
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}

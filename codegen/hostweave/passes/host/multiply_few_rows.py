@@ -40,7 +40,7 @@ PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
 MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
-LEAST_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading fewer bytes takes less time than a fork
+MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading fewer bytes takes less time than a fork
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -108,11 +108,11 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if a matmul has too many rows to be fused, but reading its weights, of at least LEAST_BYTES, still takes most of its time."""
+    """True if a matmul has too many rows to be fused, but reading its weights, of at least MIN_BYTES, still takes most of its time."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2
-    return is_known and ir.FEW_ROWS < int(rows) <= MOST_ROWS and int(size) * weights.dtype.itemsize >= LEAST_BYTES
+    return is_known and ir.FEW_ROWS < int(rows) <= MOST_ROWS and int(size) * weights.dtype.itemsize >= MIN_BYTES
 
 
 def _products(uses: DefUse, place: Place, launch: ir.Launch, kernel: ir.Kernel) -> list[PlacedMatmul]:

@@ -42,7 +42,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
         return program
     ahead = _Ahead(program, in_turn)
     pipelined = replace(program, body=tree.rewrite(program.body, ahead.loop))
-    return pipelined if ahead.changed and _goes_on(pipelined) else program
+    return pipelined if ahead.changed and _terminates(pipelined) else program
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
@@ -53,7 +53,7 @@ def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, i
     return (i, block) if streams > 1 and block.index == Var(i.out) and i.count.is_int and int(i.count) > 1 else None
 
 
-def _goes_on(program: ir.HostProgram) -> bool:
+def _terminates(program: ir.HostProgram) -> bool:
     """True if the program ends although each rank runs its communications one after another, as `serialize_channels` requires."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
@@ -83,7 +83,7 @@ class _Ahead:
         first = (*before, replace(block, body=halves[0]))
         then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves[1]))
         steps = (
-            ir.If(Var(index).less(count), self.said_again(tree.eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
+            ir.If(Var(index).less(count), self.copied_for(tree.eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
             ir.If(binary(">", Var(index), 0), tree.eliminate_dead_code(then, NAMES), location=loop.location),
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
@@ -116,7 +116,7 @@ class _Ahead:
     def index(self, beside: str) -> str:
         return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
 
-    def said_again(self, body: tree.Body, old: str, new: str) -> tree.Body:
+    def copied_for(self, body: tree.Body, old: str, new: str) -> tree.Body:
         """Copies a body for another index, with new names."""
         names = {old: new}
         for i in tree.walk(body):

@@ -26,7 +26,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
 RESULT, LSE = "attention", "attention_lse"
-ALIGNED = 8  # number of 16-bit elements that cuDNN reads at once
+ALIGNMENT = 8  # number of 16-bit elements that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
 
 
@@ -120,7 +120,7 @@ class Attentions:
         )
         with ExitStack() as copies:
 
-            def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNED) -> str:
+            def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNMENT) -> str:
                 if kind not in made:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
@@ -144,13 +144,13 @@ class Attentions:
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
         return kernels_for(q.dtype, max(int(q.shape[-1]), int(v.shape[-1]))) if is_needed else ""
 
-    def source(self, name: str, step: int = ALIGNED) -> str:
+    def source(self, name: str, step: int = ALIGNMENT) -> str:
         return self.aligned(self.buffers.buffer_of(name), None, step)
 
-    def aligned(self, buffer: str, steps: LoopSteps | None, step: int = ALIGNED) -> str:
+    def aligned(self, buffer: str, steps: LoopSteps | None, step: int = ALIGNMENT) -> str:
         return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
-    def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
+    def is_aligned(self, buffer: str, step: int = ALIGNMENT) -> bool:
         """True if the elements of a row are contiguous, and rows of 16-bit elements begin at multiples of `step` elements."""
         *outer, last = strides_of(self.b.types[buffer])
         return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))

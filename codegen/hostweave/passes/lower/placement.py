@@ -23,9 +23,9 @@ from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, strided, strides_of
 
-MOST_JOINED = 16  # largest number of operands that one kernel concatenates
+MAX_JOINED = 16  # largest number of operands that one kernel concatenates
 
-HEADS = 5  # the first 5 operands of an attention op may have any strides
+STRIDED_OPERANDS = 5  # the first 5 operands of an attention op may have any strides
 
 PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
@@ -72,7 +72,7 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
     """True if one kernel should compute a concat or pad. This is so if no operand comes from an op, such as a matmul, that could write
     directly into the result."""
     begin = OPS[op.kind].parts
-    if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
+    if begin is None or op.result.stream or len(op.tensors) > MAX_JOINED:
         return False
     dims = {dim for starts in begin(operand_types(op, flow.types), op) for dim in starts}
     is_placed = any(_is_placed(flow, name) or _chain_to(flow, name, op) for name in op.tensors)
@@ -114,7 +114,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
     operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
-    are_read = all(user.kind in COUNTS and name in user.tensors[:HEADS] for user in others)
+    are_read = all(user.kind in COUNTS and name in user.tensors[:STRIDED_OPERANDS] for user in others)
     return len(others) == len(users) - 1 and name not in flow.fusion.outputs and are_read
 
 
