@@ -119,7 +119,7 @@ def test_all_ranks_have_a_window() -> None:
 CHECKED = {
     "itself": (
         EXCHANGE.replace(f"put %x -> %w at {PEER}", "put %x -> %w at rank.x"),
-        "rank.x = 0 is this rank itself: put it under a condition",
+        "rank.x = 0 is this rank itself: exclude this rank by a condition",
     ),
     "no credit": (
         "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),

@@ -218,7 +218,7 @@ BODIES = {
     ),
     "collective_permute %x -> %y from [1, 1] on x": (
         "text:2: @t: collective_permute %x -> %y from [1, 1] on x: rank 1 is named twice: "
-        "each rank sends to at most one other; use a broadcast"
+        "each rank sends to at most one rank; use a broadcast"
     ),
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (
@@ -265,7 +265,7 @@ PROGRAMS = {
         for channels, why in (
             ("x: q two_sided", "mesh(x=2) has no axis 'q': its axes are x"),
             ("x: x, x two_sided", "channel x: axis x is named twice: name each axis once"),
-            ("x: x on mesh(x=2 of ranks 1, 2) two_sided", "mesh(x=2) has no rank 2: name ranks of it"),
+            ("x: x on mesh(x=2 of ranks 1, 2) two_sided", "mesh(x=2) has no rank 2: name only its ranks"),
             ("x: x two_sided, x: x on mesh(x=1 of ranks 1) two_sided", "channel x is declared twice: rename one"),
             ("x: x two_sided, z: x two_sided", "channels x and z have the same ranks and transport: declare one"),
             ("z: x on mesh(x=1 of ranks 1) two_sided, x: x two_sided", "channel z is unused: remove it from the header"),

@@ -238,7 +238,7 @@ def test_a_program_of_two_meshes() -> None:
             ON_FIRST + ON_SECOND + "}\n}\n",
             "text:3: @t: on mesh(x=2 of ranks 2, 3): on bodies cannot be nested: end the outer one first",
         ),
-        ("on mesh(x=2 of ranks 3, 4) {\n}\n", "text:2: @t: on mesh(x=2 of ranks 3, 4): mesh(x=4) has no rank 4: name ranks of it"),
+        ("on mesh(x=2 of ranks 3, 4) {\n}\n", "text:2: @t: on mesh(x=2 of ranks 3, 4): mesh(x=4) has no rank 4: name only its ranks"),
         (
             ON_FIRST + "%i = rank.tp\n}\n",
             "text:3: @t: %i = rank.tp: mesh(x=2 of ranks 0, 1) has no axis 'tp': its axes are x",
@@ -258,7 +258,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             "recv_blocks %y in 2 by [0[2] -> 7[0]] on x\n",
-            "text:2: @t: recv_blocks %y in 2 by [0[2] -> 7[0]] on x: 0[2] -> 7[0]: mesh(x=4) has no rank 7: name ranks of it",
+            "text:2: @t: recv_blocks %y in 2 by [0[2] -> 7[0]] on x: 0[2] -> 7[0]: mesh(x=4) has no rank 7: name only its ranks",
         ),
         (
             "send_blocks %x in 0 by [0[2] -> 2[0]] on x\n",

@@ -265,7 +265,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
                 run.fail(i, f"{_outside(other, value, len(operation.process_group))}: keep it inside the process group")
             operation.peer = operation.process_group[value]
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
-                run.fail(i, f"{other} = {value} is this rank itself: put it under a condition")
+                run.fail(i, f"{other} = {value} is this rank itself: exclude this rank by a condition")
         if isinstance(i, ir.OneSided) and i.received_along is not None:
             operation.accesses = _get_of_block(b, i, run, operation)
             return operation

@@ -139,7 +139,7 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The next iteration of a ring. It uses the block that this rank receives in this iteration."""
+        """The next iteration of a ring, which uses the block that arrives in the current iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:

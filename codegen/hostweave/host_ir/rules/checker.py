@@ -218,7 +218,7 @@ class Checker:
     def part(self, mesh: Mesh) -> None:
         """Checks that all ranks of a mesh are ranks of the program."""
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
-            self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
+            self.fail(f"{self.program.mesh} has no rank {min(outside)}: name only its ranks")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
         """Channel of a communication. Checks its transport, and that it includes all ranks that execute the communication."""

@@ -98,7 +98,7 @@ def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
         c.fail(f"a process group of {size} needs {size} sources, each below {size} or none")
     if len(set(named)) < len(named):
         repeated = next(source for source in named if named.count(source) > 1)
-        c.fail(f"rank {repeated} is named twice: each rank sends to at most one other; use a broadcast")
+        c.fail(f"rank {repeated} is named twice: each rank sends to at most one rank; use a broadcast")
 
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
@@ -119,7 +119,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
     sends = i.posts == "send"
     for route in i.routes:
         if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
-            c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
+            c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name only its ranks")
         if (route.sent if sends else route.received) >= count:
             c.fail(f"{route}: there are {count} blocks, from 0 to {count - 1}")
 
