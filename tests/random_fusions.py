@@ -239,7 +239,7 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     update = t[tuple(slice(0, g.random.choice([1, -1])) if is_cut else slice(None) for is_cut in cut)] * 3
     if t.ndim > 1 and cut[1] and not cut[0] and g.random.random() < 0.5:
         starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # one position per batch element
-    return hw.dynamic_update_slice(t, g.random.choice([update, g.resharded(update)]), starts)
+    return hw.dynamic_update_slice(t, g.random.choice([update, g.resharded(update), t]), starts)
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:

@@ -111,6 +111,22 @@ def wanted(v: Arrays) -> list[Array]:
     return [rows[at : at + 4, column : column + 2], rows, heads, kept, v["kept"].sum(1), -h, first, second]
 
 
+@pytest.mark.parametrize("donate", [{}, {"x": 0}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_is_updated_by_itself(ranks: int, donate: dict[str, int]) -> None:
+    """An update with as many elements as the tensor fits only at the beginning."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, x=hw.f32["4@x", 3], position=hw.i32[1])
+    def update(x, position):  # type: ignore[no-untyped-def]
+        rows = x * 2
+        return hw.dynamic_update_slice(x, x, (0, 0)), hw.dynamic_update_slice(rows, rows, (position, 0)), rows + 1
+
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    got = hw.compile(update).run(x=x.copy(), position=np.array([2], np.int32))
+    for result, wanted in zip(got, (x, x * 2, x * 2 + 1), strict=True):
+        np.testing.assert_array_equal(result, wanted)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_sequence_has_a_separate_position(ranks: int) -> None:
     """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only the new elements of the cache are

@@ -273,6 +273,11 @@ class _Lowering:
         elif op.kind == "copy":
             self.b.emit(ir.Copy(sources[0], target))
         else:
+            if OPS[op.kind].updates and sources[0] in sources[1:]:  # a kernel must not read the tensor that it updates
+                x, *others = sources
+                sources = [x, *(self.copied(one, steps) if one == x else one for one in others)]
+                names = iter(sources)
+                op = replace(op, operands=tuple(next(names) if isinstance(one, str) else one for one in op.operands))
             kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
@@ -307,10 +312,13 @@ class _Lowering:
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
         """Launches a kernel for a matmul of ints, which cuBLASLt does not support. The inputs of a kernel must be different buffers."""
-        if a == b:
-            b = temporary(self.b, a, steps)
-            self.b.emit(ir.Copy(a, b))
+        b = self.copied(b, steps) if a == b else b
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
+
+    def copied(self, buffer: str, steps: LoopSteps | None) -> str:
+        made = temporary(self.b, buffer, steps)
+        self.b.emit(ir.Copy(buffer, made))
+        return made
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
         """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last dim of operand 1."""
