@@ -75,7 +75,7 @@ class Graph {
   Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
     return make(number, type, dims, strides, false, false, places);
   }
-  // A tensor in memory of the plan. Elements have four bytes.
+  // A tensor in memory that the attention plan allocates. Elements have four bytes.
   Value own(cudnnDataType_t type, const Dims& dims) { return own(type, dims, row_major(dims), dims[0] * row_major(dims)[0]); }
   Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& places = {}) {
     owned_.emplace(next_, elements * 4);
@@ -151,7 +151,7 @@ class Graph {
     op(CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR)
         .set(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, *x.descriptor)
         .set(CUDNN_ATTR_OPERATION_RESHAPE_YDESC, *y.descriptor)
-        .finish("other dims");
+        .finish("a reshape");
   }
 
   const std::vector<cudnnBackendDescriptor_t>& ops() const { return ops_; }
