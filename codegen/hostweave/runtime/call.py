@@ -96,7 +96,7 @@ def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: S
     """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
     Raises ArgumentError if an array is missing or unknown, or if its dtype, number of dims, device or size does not fit the parameter's
-    type. The message names the program and the argument. Raises LoopsDoNotDivide if the chosen chunk loops do not divide the sizes.
+    type. The message names the program and the argument. Raises LoopsDoNotDivide if chunk loops do not divide a size evenly.
     """
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)

@@ -175,7 +175,7 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # the own number is read last: this rank would have joined the exchange before it began the call that was compared above
+        # read last: if this rank had joined the exchange, it would have done so before it began the call that was compared above
         return difference if self.exchange.number < exchange_number else None
 
     def positions(self) -> list[RankPosition]:

@@ -95,7 +95,7 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
         self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
-        # Reason why ranks cannot access each other's memory, or "". It is the same on all ranks.
+        # Reason why this rank cannot run the program: missing library calls, or memory of peers that it cannot access. Otherwise "".
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
         self._exchanges_algorithms = True  # True if the ranks exchange measured algorithms when they make plans next
@@ -194,7 +194,7 @@ class LocalProgram:
                 self._open()
                 handle = self.arguments.handle(stream, checked_call.library)
                 self._compare(checked_call, shapes)
-                if self._verifies_calls and not self.target.is_asynchronous:  # the CPU device does not detect late ranks
+                if self._verifies_calls and not self.target.is_asynchronous:  # on the CPU target, nothing else detects late ranks
                     self._agree(lambda: checked_call, self._group.call_timeout)
                 self._launch(checked_call, name, member, native.launch, graph, handle, self._schedule())
 
@@ -326,7 +326,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # before ranks compare sizes: if this check raises, a variant without loops makes the call and compares
+        if changed:  # before the comparison: if this raises, a variant without loops makes the call, and compares the sizes
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:

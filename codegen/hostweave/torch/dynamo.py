@@ -1,4 +1,4 @@
-"""Graphs that Dynamo passes to a backend: their values, modules and source lines, and how they run on global tensors."""
+"""Graphs that Dynamo passes to a backend: values and source lines of nodes, unsupported nodes, and execution on global tensors."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Joint:
 
     outer: Graph  # the exported graph
     sources: list[Node]  # nodes of `outer` that are arguments of the joint graph
-    origins: list[Origin]  # the meanings of `sources`
+    origins: list[Origin]  # tensors of the module or arguments, one for each of `sources`
     results: list[Node]  # nodes of `outer` that the joint graph computes
     differentiable: list[bool]  # True for each result that has a gradient
     whole: GraphModule  # joint graph: returns the results, then the gradients of all sources
@@ -76,8 +76,8 @@ class Joint:
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     def forward_graph(self, shared: Mapping[Node, int] = MappingProxyType({})) -> Graph:
-        """Returns a prepared graph whose outputs are the results, followed by the saved values that are not in `shared`. The shardings of
-        saved values are inferred."""
+        """Returns a Graph whose outputs are the results, followed by the saved values that are not in `shared`. The shardings of saved
+        values are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         saved = {node: name for node, name in self.saved.items() if node not in shared}
         graph.returned = [*graph.returned[: len(self.results)], *saved]
@@ -87,7 +87,7 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """Saved values that a result replaces, with its index. None on several ranks, because the shardings may differ."""
+        """Maps each saved value that a result replaces to the index of the result. Empty on several ranks, because shardings may differ."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property
@@ -107,9 +107,9 @@ class Joint:
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
-        """Returns a prepared graph whose outputs are the results, followed by the gradients. The only scalar result is the loss.
+        """Returns a Graph whose outputs are the results, followed by the gradients. The only scalar result is the loss.
 
-        `scale` is the name of an argument by which the loss is multiplied before gradients are computed.
+        `scale` is the name of an argument by which all gradients are multiplied. The returned loss is not multiplied.
         """
         whole = self._joined()
         origins = self._origins(whole)
@@ -160,7 +160,7 @@ class Joint:
         return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
-        """Prepared graph of the gradients of parameters and arguments, computed from saved values and from the gradients of results.
+        """Returns a Graph of the gradients of parameters and arguments, computed from saved values and from the gradients of results.
 
         `types` are the types of the forward program's results, in order.
         """
@@ -226,7 +226,7 @@ class Joint:
 def _decompositions() -> dict[Any, Any]:
     """Decompositions of torch and of this package. The dict is cached, because torch visits all of its ops to make it.
 
-    Log-softmax is decomposed so that the backward pass recomputes it from the logits. Its f32 result is often the largest value of a model.
+    Log-softmax is decomposed so that the backward pass recomputes it from the logits. Its f32 result is often a model's largest tensor.
     """
     return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 
@@ -395,7 +395,7 @@ def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
         made = Silu.apply(*args)  # type: ignore[no-untyped-call]
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
-    elif op == "view.default":  # reshape, because strides depend on the kernels of one device
+    elif op == "view.default":  # reshape, because torch's strides differ between devices
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
         made = call_recorded(*args)

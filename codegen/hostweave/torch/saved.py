@@ -137,8 +137,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values by their names without the layer's number. Names with the largest number of values, usually one in each layer, are
-    first, layer by layer."""
+    """Sorts saved values by kind, which is the name without the layer's number. The kinds with the most values, usually one per layer, are
+    first, and are sorted by layer instead."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -1,4 +1,4 @@
-"""Strides of tensors in decomposed graphs: results of rules have the strides of torch's ops, and as_strided reads by them."""
+"""Strides of tensors in decomposed graphs. Results of rules have the strides of torch's ops, so that as_strided reads the same elements."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def shared_results(graph: Any) -> dict[Node, Node]:
 
 
 def _base(graph: Any, node: Node) -> Node | None:
-    """Tensor whose memory a result has as a view, or the result itself if it is a placeholder. None if the memory is not shared."""
+    """Tensor whose memory a result shares as a view, or the result itself if it is a placeholder. None if the memory is not shared."""
     chain: list[Any] = [node]
     while is_view(chain[-1]) or op_of(chain[-1]) == _DETACH:
         chain.append(chain[-1].args[0])
@@ -42,7 +42,7 @@ def _base(graph: Any, node: Node) -> Node | None:
     if base.op == "placeholder" and graph.origins[base].kind != "argument":
         return None if isinstance(graph.origins[base].value, FakeTensor) else base  # a fake tensor stands for a DTensor
     if len(chain) > 1 and not base.meta["val"].is_contiguous() and any(op_of(one) == "view.default" for one in chain):
-        return None  # results are contiguous, so it would be a view of other elements
+        return None  # a program returns contiguous tensors, so a view of `base` would contain other elements
     if graph.mesh.size > 1 and (base in written.values() or not all(_is_replicated(graph, one) for one in chain)):
         return None
     return base
@@ -66,7 +66,7 @@ def _is_known(size: Node) -> bool:
 def made_again(node: Any, value: Callable[[Any], Any]) -> Any:
     """Computes a view, or a size, from the values of its operands."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-    if op_of(node) == "view.default":  # reshape copies an argument whose strides differ from those at compile, as in torch
+    if op_of(node) == "view.default":  # reshape copies an argument whose strides differ from those at compile time
         return args[0].reshape(args[1])
     if op_of(node) == _DETACH:
         return args[0].detach()

@@ -62,7 +62,7 @@ def _grouped_mm(
         raise refuse("grouped_mm with a bias, or a result of another dtype, is not supported; add the bias to the result, and cast it")
     if offs is None:
         return hw.matmul(a, b)
-    if a.ndim == 3:  # groups of columns; the transposed matmul has groups of rows
+    if a.ndim == 3:  # b has groups of columns, so b.T has groups of rows
         return _grouped(b.T, hw.permute_dims(a, (0, 2, 1)), offs).T
     return _grouped(a, b, offs)
 
@@ -121,7 +121,7 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Linear whose weights are 8-bit floats with scales. The maximum of a row, which gives its scale, is limited to `bound`."""
+    """Linear whose weights are 8-bit floats with scales. The scale of a row of x is its largest magnitude, at most `bound`, over 448."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
@@ -141,8 +141,8 @@ def _of_gradients(scaling: str) -> DType:
 
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradient of the activations: `dy` times the transposed weight. With one scale per tensor, the weight's quantised values are
-    reused."""
+    """Gradient of the activations: `dy` times the transposed weight. With one scale per tensor, the weight is quantised as in the forward
+    pass, which therefore computes the values for both."""
     of_weight = _turned(_weight(weight.T, scaling)) if scaling == "tensor" else _weight(weight, scaling)
     return _scaled_rows(dy, of_weight, scaling, _of_gradients(scaling))
 
