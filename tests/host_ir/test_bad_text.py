@@ -1,4 +1,4 @@
-"""Text of either IR with random changes or huge sizes gives a program, or a ProgramError with a location, in bounded time."""
+"""Text of either IR with random changes or huge sizes gives a program or a ProgramError, in bounded time."""
 
 from __future__ import annotations
 

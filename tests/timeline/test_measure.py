@@ -1,4 +1,4 @@
-"""Measured timelines: every instruction is between two marks, in a separate program that gives the same results."""
+"""Measured timelines: every instruction with work is between two marks, in a separate program that gives the same results."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
-    """The clock of rank 1 starts 100 us late, so rank 1 seems to receive before rank 0 sends."""
+    """According to the clocks, rank 1 receives before rank 0 sends. The smallest shift of rank 1 that prevents this is 90 us."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(match_communications(operations)) == 2
