@@ -109,7 +109,7 @@ def _bare(program: Any, calls: str) -> Any:
   const auto* x = in.x.as<uint8_t>();
   auto* y = out.y.as<uint8_t>();
   [[maybe_unused]] const int64_t N = prepared_->N;
-  const ncclComm_t comm = team_x_.comm();
+  const ncclComm_t comm = channel_x_.comm();
   {calls}
 }}
 """
