@@ -62,8 +62,8 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The last copy in a branch of a loop. None if the layouts of source and destination differ, if this side of the branch has other
-    instructions than copies and views, or if there is no copy."""
+    """The last copy in a branch of a loop. None if the layouts of source and destination differ, if this side of the branch has
+    instructions that are neither copies nor views, or if there is no copy."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
