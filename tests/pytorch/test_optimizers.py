@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR  # noqa: E402
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+from hostweave.torch.optimizer import RecordedStep, Shadow  # noqa: E402
 
 Make = Callable[[Iterable[nn.Parameter]], Any]
 
@@ -289,6 +290,25 @@ def test_changes_of_the_optimizer_after_compile() -> None:
     optimizer.state[module.up.weight]["step"] += 3
     with pytest.raises(ArgumentError, match=r"optimizer.state: .* is at another step than .*; give both the same state"):
         step(x)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor", "NAdam", "RMSprop"])
+def test_replayed_steps_have_the_numbers_of_recorded_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(4, 4))])
+    recorded, found = RecordedStep(optimizer, 0, (4, 4), torch.float32, {}), []
+    calls, before = recorded.step.calls, {"step": 3.0, **({"mu_product": 0.5} if kind == "NAdam" else {})}
+    for recorded.step.calls in ([], calls):  # without calls, each step is recorded
+        if recorded.step.calls:
+            monkeypatch.setattr(Shadow, "step", lambda *_: pytest.fail("the step is recorded"))
+        for optimizer.param_groups[0]["lr"] in (0.1, 0.2):
+            step = recorded.next(kind, before)
+            found.append((step.numbers, step.host))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    monkeypatch.undo()
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ArgumentError, match="maximize of parameter group 0 is True"):
+        recorded.next(kind, before)
 
 
 def test_a_step_that_becomes_another() -> None:

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +70,10 @@ class UpdateOp:
         return self.name, str(self.args), str(dict(self.kwargs)), str([one.dtype for one in pytree.tree_leaves(self.made)])
 
 
+# A call on tensors of the device "meta": op, arguments by position or name, keys of the arguments that are numbers of the step, results
+Call = tuple[Any, Mapping[object, Any], Sequence[object], Any]
+
+
 @dataclass
 class UpdateStep:
     """One step of an optimizer for one parameter. `results` gives the new value of the parameter and of each entry of the state."""
@@ -80,6 +84,7 @@ class UpdateStep:
     results: dict[str, OperandSource]
     filled: dict[str, float]  # entries of the state that this step creates -> initial value
     host: dict[str, Any]  # entries of the state that stay on the host -> value after the step
+    calls: list[Call]  # for a replay; empty if a number of the step is not an argument of a call
 
     @property
     def words(self) -> tuple[object, ...]:
@@ -129,21 +134,36 @@ class Shadow:
         recorded.
         """
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
-        group = options or self._optimizer.param_groups[self._group]
-        shadow = _alone(self._optimizer, group, self._parameter, self.state)
         name = type(self._optimizer).__name__
         try:
-            with _lazy_numbers(type(self._optimizer)), recorder:
-                type(self._optimizer).step(shadow)
+            self._run(recorder, options)
         except ProgramError as error:
             raise ProgramError(f"optimizer: the step of {name} {error}; {_REMEDY}") from error
         except Exception as error:
             raise ProgramError(f"optimizer: the step of {name} is not recorded: {type(error).__name__}: {error}; {_REMEDY}") from error
-        self.state = dict(shadow.state[self._parameter])
         if odd := [key for key, value in self.state.items() if isinstance(value, list | dict | tuple)]:
             raise ProgramError(f"optimizer: the state of {name} has {odd[0]}, which is neither a tensor nor a number; {_REMEDY}")
-        host = {key: value for key, value in self.state.items() if key not in self.tensors}
-        return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, host)
+        return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, self._host)
+
+    def replayed(self, step: UpdateStep) -> UpdateStep | None:
+        """Returns a step with the ops of a recorded step and new numbers, and updates the state. Returns None if an op differs."""
+        replay = _Replay(step.calls)
+        try:
+            self._run(replay)
+        except Exception:  # recording the step raises the error again, if it has another cause
+            return None
+        is_complete = len(replay.numbers) == len(step.numbers) and next(replay.calls, None) is None
+        return replace(step, numbers=replay.numbers, host=self._host) if is_complete else None
+
+    def _run(self, mode: TorchDispatchMode, options: Mapping[str, Any] | None = None) -> None:
+        shadow = _alone(self._optimizer, options or self._optimizer.param_groups[self._group], self._parameter, self.state)
+        with _lazy_numbers(type(self._optimizer)), mode:
+            type(self._optimizer).step(shadow)
+        self.state = dict(shadow.state[self._parameter])
+
+    @property
+    def _host(self) -> dict[str, Any]:
+        return {key: value for key, value in self.state.items() if key not in self.tensors}
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -196,6 +216,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
+        self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain them
+        self._calls, self._can_replay = list[Call](), True
         self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> its value
         self._first: dict[int, OperandSource] = {}  # storage -> its first value
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
@@ -230,7 +252,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, OperandSource | Number))
             ops.append(UpdateOp(op.name, args, kwargs, op.made, op.location))
         results = {name: moved(self._get(tensor)) for name, tensor in kept.items()}
-        return UpdateStep(ops, numbers, roles, results, filled, host)
+        return UpdateStep(ops, numbers, roles, results, filled, host, self._calls if self._can_replay else [])
 
     def _fill(self, op: UpdateOp) -> float | None:
         word = op.name.partition(".")[0]
@@ -242,8 +264,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         leaves = [one for one in pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
-        if not any(one.is_meta for one in leaves):
-            return made
+        if any(one.is_meta for one in leaves):
+            self._operands.clear()
+            self._record(func, args, kwargs, made)
+            given, keys = dict(enumerate(args)) | kwargs, list[object]()
+            for operand in self._operands:
+                keys += [key for key, one in given.items() if one is operand and key not in keys][:1]
+            self._can_replay &= len(keys) == len(self._operands) and not func.is_view
+            self._calls.append((func, given, keys, made))
+        return made
+
+    def _record(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         base, overload = func._schema.name.split("::")[-1], func._overloadname or "default"
         names = [argument.name for argument in func._schema.arguments]
         passed = dict(zip(names, args, strict=False)) | kwargs
@@ -256,11 +287,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ProgramError(f"calls {func}, which writes several tensors")
         target = written[0] if written else None
         if base == "detach" or (base == "alias" and target is None):
-            return made
+            return
         plain = _plain(func, base, overload, passed, target)
         if isinstance(plain, torch.Tensor):  # a copy of a whole tensor
             self._put(target, self._get(plain), anew=True)
-            return made
+            return
         name, args, kwargs = plain
         if name in TABLE:
             types_of = {argument.name: str(argument.type) for argument in (_overload(name) or func)._schema.arguments}
@@ -274,13 +305,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             apart = torch._decomp.decomposition_table.get(_overload(name))
             if apart is None:
                 raise ProgramError(f"calls aten.{name}, which is not supported")
+            self._can_replay = False
             with self:
                 parts = apart(*args, **kwargs)
             results = [parts] if isinstance(parts, torch.Tensor) else list(parts)
             reads = [self._get(one) for one in results]
         for tensor, read in zip([target] if target is not None else pytree.tree_leaves(made), reads, strict=True):
             self._put(tensor, read, anew=target is not None)
-        return made
 
     def _location(self) -> Location | None:
         """The line of the optimizer's file that is being executed."""
@@ -303,6 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_number = isinstance(one, int | float) and not isinstance(one, bool) and ("number" in kind or "float" in kind or "Scalar" in kind)
         if not is_tensor and not (is_number or (isinstance(one, float) and "Tensor" in kind)):
             return one
+        self._operands.append(one)
         self._numbers.append(one.item() if is_tensor else one)
         word = base.removesuffix("_")
         self._roles.append(word if key == "other" else f"{word}_{key}")
@@ -323,6 +355,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (read := self._values.get(_storage(tensor), {}).get(place)) is None:
             raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no recorded op computed, or that was written through a view")
         return read
+
+
+class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if a call differs otherwise."""
+
+    def __init__(self, calls: Sequence[Call]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.numbers = iter(calls), list[float]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(enumerate(args)) | (kwargs or {})
+        if not any(isinstance(one, torch.Tensor) and one.is_meta for one in given.values()):
+            return func(*args, **(kwargs or {}))
+        op, before, keys, made = next(self.calls)
+        if func is not op or given.keys() != before.keys():
+            raise ValueError
+        numbers = [given.pop(key) for key in keys]
+        self.numbers += [one.item() if isinstance(one, torch.Tensor) else one for one in numbers]
+        if any(one is not before[key] and (isinstance(one, torch.Tensor) or one != before[key]) for key, one in given.items()):
+            raise ValueError
+        return made
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -478,20 +531,28 @@ class RecordedStep:
         """Records the step that starts from the host state `host`, which is None before the first step. Raises ArgumentError if the step
         differs from the compiled one. `name` is the module's name for the message.
         """
-        entries = {key: self._entries[key] for key in self.entries}
-        if host is not None:
-            self._shadow.state = {**entries, **{key: self._like(key, value) for key, value in host.items()}}
-        else:
-            self._shadow.state = {} if self._is_first_alike else entries
-        try:
-            step = self._shadow.step()
-        except ProgramError as error:
-            raise ArgumentError(f"{name}: {self._changed() or error}") from error
+        step = None
+        if host is not None and self.step.calls:
+            self._start_from(host)
+            step = self._shadow.replayed(self.step)
+        if step is None:
+            self._start_from(host)
+            try:
+                step = self._shadow.step()
+            except ProgramError as error:
+                raise ArgumentError(f"{name}: {self._changed() or error}") from error
         fixed = [[value for at, value in enumerate(one.numbers) if at not in self.changing] for one in (step, self.step)]
         if step.words != self._words or fixed[0] != fixed[1]:
             why = self._changed() or f"this step of {type(self._optimizer).__name__} uses different ops from earlier steps"
             raise ArgumentError(f"{name}: {why}; compile it again")
         return step
+
+    def _start_from(self, host: Mapping[str, Any] | None) -> None:
+        entries = {key: self._entries[key] for key in self.entries}
+        if host is not None:
+            self._shadow.state = {**entries, **{key: self._like(key, value) for key, value in host.items()}}
+        else:
+            self._shadow.state = {} if self._is_first_alike else entries
 
     def _changed(self) -> str:
         """Describes an option that has changed since compile time, or ""."""
