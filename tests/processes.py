@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import hostweave as hw
-from hostweave.runtime.providers import launched
+from hostweave.runtime.launchers import launched
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parent)

@@ -30,7 +30,8 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.runtime.providers import LaunchedRank, Provider
+from hostweave.runtime.launchers import LaunchedRank
+from hostweave.runtime.providers import Provider
 from hostweave.types.tensor import block_of, holds
 
 # Collectives; sends and recvs in loops; puts in loops; two meshes; two axes; all_to_all; permutations; and one-sided forms of

@@ -15,18 +15,8 @@ import pytest
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime.exchange import StoreExchange
-from hostweave.runtime.providers import (
-    MPI,
-    Communicators,
-    Environment,
-    LaunchedRank,
-    Threads,
-    TorchStore,
-    close_servers,
-    default_provider,
-    first_node,
-    launched,
-)
+from hostweave.runtime.launchers import LaunchedRank, first_node, launched
+from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore, close_servers, default_provider
 from hostweave.runtime.rendezvous import meet
 from hostweave.runtime.stores import TcpStore
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import secrets
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +19,7 @@ from hostweave.base.interrupts import POLL_SECONDS, interruptibly
 from hostweave.base.shortages import explains_shortages
 from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.exchange import ThreadTable
+from hostweave.runtime.launchers import Environ, LaunchedRank, launched
 from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, TcpStore
 
@@ -344,111 +342,3 @@ def _own_hosts() -> list[str]:
     with contextlib.suppress(OSError):
         hosts += socket.gethostbyname_ex(name)[2]
     return list(dict.fromkeys([*hosts, "127.0.0.1"]))
-
-
-# --- the environment variables of launchers ---------------------------------------------------------------------------
-# The launchers are torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
-
-
-Environ = Mapping[str, str]
-
-# first port used without MASTER_PORT: such ports are not usual values of MASTER_PORT, and are below the ephemeral ports
-_DEFAULT_PORT = 25000
-_PORT_OFFSET = 3000
-_PORTS = 16
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """Names of the environment variables of a launcher. The launcher has started this process if `marker` is set."""
-
-    marker: str
-    rank: str
-    count: str
-    local_rank: str
-    local_count: str
-    job: tuple[str, ...]
-
-
-LAUNCHERS = (
-    Launcher("WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
-    Launcher(
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    Launcher("PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    # A batch script outside of srun has SLURM_PROCID too, but no step.
-    Launcher("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-)
-
-
-def launched(environ: Environ) -> bool:
-    """True if a launcher has started this process."""
-    return any(launcher.marker in environ for launcher in LAUNCHERS)
-
-
-class LaunchedRank:
-    """Rank of this process, and the address of the job's store: one of a few ports of `host`."""
-
-    def __init__(self, environ: Environ):
-        """Raises ArgumentError if no launcher has started this process, or if its variables are incomplete."""
-        launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
-        if launcher is None:
-            markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
-            raise ArgumentError(f"hw.Environment: none of {markers} is set; start the script with torchrun, mpirun or srun")
-        self.rank, self.count = _number(environ, launcher.rank), _number(environ, launcher.count)
-        if not 0 <= self.rank < self.count:
-            value = f"{launcher.rank}={self.rank} and {launcher.count}={self.count}"
-            raise ArgumentError(f"hw.Environment: {value}: the rank must be from 0 to {self.count - 1}")
-        self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
-        self.host = _host(environ, launcher, self.count)
-        self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # address at which rank 0 listens
-        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret that the ranks of the job share
-        self.ports, self.job = _ports_and_job(environ, launcher)
-
-
-def _number(environ: Environ, name: str) -> int:
-    value = environ.get(name)
-    try:
-        return int(value or "")
-    except ValueError:
-        why = f"{name}={value!r} is not a number" if value else f"{name} is not set"
-        raise ArgumentError(f"hw.Environment: {why}; start the script with a launcher") from None
-
-
-def _port(environ: Environ, name: str) -> int:
-    if not 0 < (port := _number(environ, name)) < 65536:
-        raise ArgumentError(f"hw.Environment: {name}={port}: a port must be from 1 to 65535; set the same port on all ranks")
-    return port
-
-
-def _host(environ: Environ, launcher: Launcher, count: int) -> str:
-    """Host that rank 0 is on."""
-    if host := environ.get("MASTER_ADDR"):
-        return host
-    if nodes := environ.get("SLURM_STEP_NODELIST"):
-        return first_node(nodes)
-    if environ.get(launcher.local_count) == str(count) or count == 1:
-        return "127.0.0.1"
-    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to this host on all ranks, or use hw.MPI()")
-
-
-def first_node(nodes: str) -> str:
-    """First node of a SLURM node list. For "gpu[03-05,9],login1" it is gpu03."""
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
-
-
-def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
-    """Ports to try, and the name of the job, both equal on all ranks. MASTER_PORT itself is left to torch.distributed."""
-    names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher does not name the job, but the processes on one host have the same parent
-    job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
-    if "HOSTWEAVE_PORT" in environ:
-        return (_port(environ, "HOSTWEAVE_PORT"),), job
-    base = _port(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT + zlib.crc32(job.encode()) % 200 * _PORTS
-    first = base + _PORT_OFFSET if base + _PORT_OFFSET + _PORTS < 65536 else base - _PORT_OFFSET
-    return tuple(range(first, first + _PORTS)), job
