@@ -57,7 +57,7 @@ def bincount(x: Tensor, length: int | str) -> Tensor:
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 
-    Raises ProgramError for floats.
+    Raises ProgramError for floats and bools.
 
     Example: `ids: i64[T@dp, 2]` gives `i64[8]` by `hw.bincount(ids, 8)`.
     """
@@ -75,7 +75,7 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     If fewer than `size` elements are nonzero, the remaining rows are `fill_value`. If more elements are nonzero, only the first `size` are
     returned.
 
-    Raises ProgramError if x has no dims, or if `size` is not an int.
+    Raises ProgramError if x has no dims, if `size` is not an int, or if a dim other than the first is symbolic.
 
     Example: `mask: bool[T]` gives `i64[16, 1]` by `hw.nonzero(mask, size=16)`.
     """

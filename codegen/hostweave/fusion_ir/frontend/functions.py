@@ -280,7 +280,7 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of the
-    dims that are merged or split. Other sharded dims are gathered.
+    dims that are merged or split. Other sharded dims are gathered, unless the result can be sharded so that no element moves.
 
     Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 

@@ -91,7 +91,7 @@ class Tensor:
     def named(self, name: str) -> Tensor:
         """Names the value in both IRs and in generated code. Returns the tensor.
 
-        Raises ProgramError if the tensor is an input, or if another value has the name.
+        Raises ProgramError if the tensor is an input, if the name is not an identifier, or if another value has the name.
 
         Example: `h = hw.relu(x @ w).named("h")`.
         """

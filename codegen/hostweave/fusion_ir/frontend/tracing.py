@@ -173,7 +173,7 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
     argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`.
-    If an argument is used after the call, it is copied first.
+    A donated argument that is used after the call is copied first.
 
     Raises ProgramError if the function has no name or no parameters, or if the type of a parameter is missing.
 
