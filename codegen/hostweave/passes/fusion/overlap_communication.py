@@ -101,7 +101,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at the stated or assumed sizes.
 
     A communication is hoisted past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    keep their order. First, matmuls whose results are only returned move down, to positions at which a rank would otherwise wait.
+    keep their order. First, matmuls on which no large op depends move down, to positions at which a rank would otherwise wait.
 
     An overlapped gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if these delay other ops less than a
     collective. A choice records each decision. If there is such a choice, communications that overlap with nothing may use copy engines

@@ -11,7 +11,7 @@ becomes, with S = 8192 and all other sizes known,
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
 Inside the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first
-key piece of each lower rank, but not the second. Of each higher rank, only the second row piece sees the keys, and it sees both pieces.
+key piece of each lower rank, but not the second. Only the second row piece of a rank sees keys of higher ranks: both pieces of each.
 """
 
 from dataclasses import replace
