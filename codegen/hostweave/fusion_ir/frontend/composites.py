@@ -222,7 +222,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     become the largest number of f8e4m3, or an infinity of f8e5m2. Quantisation fuses with preceding kernels: a norm and its quantisation by
     rows are one kernel.
 
-    Raises ProgramError for an unknown scaling, another dtype, a scale of the wrong shape, or a dim that 128 does not divide.
+    Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim that 128 does not divide.
 
     Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
     """

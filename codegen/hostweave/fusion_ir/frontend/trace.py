@@ -115,7 +115,7 @@ class Tensor:
         The compiler chooses `chunking` and `algorithm` if they are omitted. In loops by shard, ranks exchange shards in the order of ring
         collectives (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
 
-        Raises ProgramError if the tensor is an input, or if its op needs all of the dim at once.
+        Raises ProgramError if the tensor is an input, a result of a function or already streamed, or if its op needs the whole dim at once.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
