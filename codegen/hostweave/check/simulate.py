@@ -128,7 +128,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse memory that a stream has freed, in two lists: for streams of other pools, and of this pool
+    # loops whose next iteration may reuse memory that a stream has freed: first for streams of other pools, then for streams of this pool
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

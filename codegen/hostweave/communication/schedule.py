@@ -25,7 +25,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, so the other shards are sent early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with this shard, to send the others early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
@@ -71,7 +71,7 @@ class Schedule:
 
 
 class Lowering:
-    """Emits the communication of one loop. In a loop by shard, the `steps` of the constructor have no owner."""
+    """Emits the communication of one loop. In a loop by shard, the attribute `steps` has no owner, and the arguments `steps` have one."""
 
     needs_count: ClassVar[bool] = False  # if True, the number of iterations must be known, and sums are the only reductions
     # emits the matmul that computes `adds`; its argument is True if the matmul accumulates into the buffer

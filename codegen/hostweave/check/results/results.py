@@ -35,7 +35,7 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
-FEW_ELEMENTS = 2 * 10**4  # number of elements of all seeds together, in small programs
+FEW_ELEMENTS = 2 * 10**4  # a small program gets so many seeds that it computes about this number of elements in total
 MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
 
 
@@ -259,11 +259,11 @@ class Results:
 
 
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
-    """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
+    """The program at all sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
     Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: at sizes
-    with as many blocks as rows, the results are the same if pack and unpack are swapped. A fusion with many elements is not compared at
-    large sizes. The variant covers the branches for large sizes.
+    with as many blocks as rows, the results are the same if pack and unpack are swapped. For a fusion with many elements, the variant
+    replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
