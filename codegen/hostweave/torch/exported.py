@@ -258,7 +258,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch traces by such classes
+        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch itself uses such classes to trace
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:  # reentrant checkpoint: ignored, because the values to save are chosen for the whole graph
             function, _, *given = args
