@@ -175,7 +175,7 @@ class SplitProvider:
 class Environment:
     """Ranks that are processes started by torchrun, mpirun or srun. Environment variables give the ranks, and rank 0 runs a TCP store.
 
-    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port near MASTER_PORT, but never on MASTER_PORT itself. Both
+    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port computed from MASTER_PORT, never on MASTER_PORT. Both
     ends authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if variables are missing.
 
     Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.

@@ -79,8 +79,8 @@ class CompiledModule(Delegating):
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call runs `part`. In training, `graph` is the joint graph of forward and backward pass. `others` contains the program of the
-        backward pass, or the one that accumulates gradients."""
+        """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` contains the program of the backward
+        pass, or the one that accumulates gradients."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()

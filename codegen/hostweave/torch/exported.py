@@ -162,7 +162,7 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
 
     During export, modules of transformers otherwise use loops over the elements of a sequence, because some export formats lack scans and
     triangular solvers. RWKV always uses a loop over tokens, and a scan replaces this loop. Torch then logs no errors, and does not print
-    the graph of a module that fails. It looks up composite ops only once, instead of once for each namespace in each export.
+    the graph of a module that fails. Torch looks up composite ops only once, instead of once for each namespace in each export.
     """
     yield from ((torch, "manual_seed", _refuse_seed), (torch.Tensor, "random_", _randomize))
     yield from ((torch.autograd, name, _refuse_gradients) for name in ("grad", "backward"))

@@ -351,7 +351,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
             continue
         if spec.kind not in _KINDS:
             if isinstance(exported.constants.get(spec.target or ""), torch.Generator):
-                raise ProgramError("random numbers of another generator are not supported; leave generator= out")
+                raise ProgramError("random numbers of another generator are not supported; omit generator=")
             raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))

@@ -136,7 +136,7 @@ def symbolic() -> Iterator[list[Location | None]]:
 
 
 def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of `__getitem__`. With a tensor without dims as index, it returns a view, as with an int."""
+    """Returns a variant of `__getitem__` or `__setitem__` that accepts tensors without dims as indices, and selects views as for ints."""
 
     def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]

@@ -84,7 +84,7 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Returns the inputs of the optimizer's step, None for those of other ranks, and the host state after the step, by stage."""
+        """Returns the inputs of the optimizer's step, and the host state after the step by stage. Inputs for other ranks are None."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():

@@ -32,7 +32,7 @@ class Ranges(Generic[P]):
     part once all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
-        """`compile` compiles the part for typical sizes. It runs in a separate thread."""
+        """`compile` compiles the part for the sizes of a call. It runs in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [

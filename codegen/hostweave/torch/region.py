@@ -100,7 +100,7 @@ class Region:
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Runs the program for these arguments. Returns DTensors if the graph contains DTensors."""
+        """Runs the program for these arguments. A result that is a DTensor in the graph is returned as a DTensor."""
         program = self._program(given, _Examples(self, given))
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))

@@ -62,7 +62,7 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # action -> function, gradient or name of each result
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # action -> (function, source index or name per result)
     state: State | None = None
 
     @property
