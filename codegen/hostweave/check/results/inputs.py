@@ -63,7 +63,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # opposite signs: abs negates each element for one seed
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # opposite signs, so that abs negates each element in one of two seeds
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
