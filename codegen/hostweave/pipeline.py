@@ -46,6 +46,7 @@ from hostweave.passes.host.multiply_few_rows import multiply_few_rows
 from hostweave.passes.host.plan_memory import plan_memory
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
 from hostweave.passes.host.propagate_copies import propagate_copies
+from hostweave.passes.host.reduce_few_rows import reduce_few_rows
 from hostweave.passes.host.reduce_in_kernels import reduce_in_kernels
 from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.serialize_channels import serialize_channels
@@ -89,6 +90,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     split_reductions,
     fuse_kernels,
     transpose_beside,
+    reduce_few_rows,
     fold_epilogues,
     group_communications,
     sink_waits,

@@ -226,8 +226,8 @@ class Links:
         """The consumer's launch after fusion with the producer, or the reason why the fused kernel would be slow. Cached."""
         given = self.launches[producer], self.launches[consumer], tuple(kept)
         if given not in self._tried:
-            merged = _fused_launch(self, producer, consumer, kept)
-            self._tried[given] = self._why_slow(merged.kernel) or merged
+            merged = fused_launch(self, producer, consumer, kept)
+            self._tried[given] = self.why_slow(merged.kernel) or merged
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
@@ -281,7 +281,7 @@ class Links:
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
 
-    def _why_slow(self, kernel: ir.Kernel) -> str:
+    def why_slow(self, kernel: ir.Kernel) -> str:
         try:
             walked = iteration(kernel)
         except NotOneKernel as reason:
@@ -369,7 +369,7 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 # --- merging two kernels ----------------------------------------------------------------------------------------------
 
 
-def _fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
+def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
     """Fuses a producer's launch, at `place`, into a consumer's launch, at `into`. The fused kernel also writes the `kept` results. Names of
     the consumer's kernel are kept."""
     producer, consumer = links.launches[place], links.launches[into]

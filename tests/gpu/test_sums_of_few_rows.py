@@ -1,4 +1,4 @@
-"""Sums of few and of many rows by two kernels, and shards of an iota, on GPUs."""
+"""Sums by one kernel for few rows and by two kernels for more rows, and shards of an iota, on GPUs."""
 
 from __future__ import annotations
 
