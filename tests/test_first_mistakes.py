@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,15 @@ def test_outside_of_a_fusion(case: str) -> None:
 def test_errors_are_listed() -> None:
     assert set(dir(hw.errors)) >= {"HostweaveError", "ProgramError", "ArgumentError", "ExecutionError", "OverlapWarning"}
     assert all(issubclass(getattr(hw.errors, name), Exception) for name in dir(hw.errors))
+    assert import_module("hostweave.errors") is hw.errors
+    with pytest.raises(AttributeError, match=r"hw.HostweaveError: hostweave has no HostweaveError; use hw.errors.HostweaveError$"):
+        _ = hw.HostweaveError
+
+
+def test_one_input_is_singular() -> None:
+    program = hw.compile(hw.fusion(x=hw.f32[2])(lambda x: x + 1))
+    with pytest.raises(ArgumentError, match="2 positional arrays for 1 input; the program takes x: "):
+        program.run(X, X)
 
 
 def test_a_misspelt_variable_causes_a_warning() -> None:

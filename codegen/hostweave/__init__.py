@@ -1,5 +1,6 @@
 """Hostweave compiles multi-device tensor programs into C++ host programs. See README.md."""
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2 = bf16, f16, f32
 bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64 = bool_, i8, i16, i32, i64, u8, u16, u32, u64
 
 __version__ = "0.1.0"
+sys.modules[f"{__name__}.errors"] = errors  # for `from hostweave.errors import ProgramError`
 
 if TYPE_CHECKING:
     from hostweave.api import Program as Program
@@ -105,6 +107,8 @@ def _unknown(name: str) -> AttributeError:
         return AttributeError(f"module 'hostweave' has no attribute {name!r}")
     if name.startswith("complex"):
         remedy = "there are no complex numbers: keep real and imaginary part in two tensors of float32"
+    elif name in dir(errors):
+        remedy = f"use hw.errors.{name}"
     else:
         remedy = word_for(name) or closest_word(name, _PUBLIC) or "dir(hw) lists the names"
     return UnknownAttribute.here(f"hw.{name}: hostweave has no {name}; {remedy}")

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
+from numbers import Integral
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -19,10 +20,11 @@ _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x",
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function: a call with a wrong number, name or type of arguments raises ProgramError."""
+    """Decorates a function: a call with a wrong number, name or type of arguments raises ProgramError. NumPy integers become ints."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
+        args, options = with_ints(args), with_ints(options)
         try:
             if any(map(_has_bools, (*args, *options.values()))) and (problem := _wrong_type_of(function, args, options, _has_bools)):
                 raise ProgramError.here(problem)  # checked first, because Python accepts a bool as an int
@@ -39,6 +41,17 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
         raise ProgramError.here(problem)
 
     return wrapper
+
+
+def with_ints(value: Any) -> Any:
+    """Replaces NumPy integers by ints, also in tuples, lists, dicts and slices."""
+    if isinstance(value, Integral):
+        return value if isinstance(value, int) else int(value)
+    if type(value) in (tuple, list):
+        return type(value)(map(with_ints, value))
+    if type(value) is dict:
+        return {key: with_ints(one) for key, one in value.items()}
+    return slice(*map(with_ints, (value.start, value.stop, value.step))) if isinstance(value, slice) else value
 
 
 def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:

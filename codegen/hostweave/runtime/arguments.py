@@ -29,7 +29,8 @@ def ordered_inputs(
         return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
 
     if len(given) > len(names):
-        raise ArgumentError(f"{program}: {len(given)} positional arrays for {len(names)} inputs; {signature()}")
+        inputs = "1 input" if len(names) == 1 else f"{len(names)} inputs"
+        raise ArgumentError(f"{program}: {len(given)} positional arrays for {inputs}; {signature()}")
     if duplicates := [name for name in named if name in arrays]:
         raise ArgumentError(f"{program}: argument {duplicates[0]} is given by position and by name; omit one of them")
     arrays |= named

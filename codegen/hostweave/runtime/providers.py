@@ -17,7 +17,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import POLL_SECONDS, interruptibly
 from hostweave.base.shortages import explains_shortages
-from hostweave.base.signatures import checked, checked_arguments
+from hostweave.base.signatures import checked, checked_arguments, with_ints
 from hostweave.runtime.exchange import ThreadTable
 from hostweave.runtime.launchers import Environ, LaunchedRank, launched
 from hostweave.runtime.rendezvous import this_host
@@ -65,6 +65,7 @@ class Threads:
     """
 
     def __init__(self, count: int):
+        count = with_ints(count)
         if not isinstance(count, int) or not 1 <= count <= MAX_THREADS:
             raise ArgumentError(f"hw.Threads: count={count!r} is not an int from 1 to {MAX_THREADS}; pass the number of ranks")
         self.count = count

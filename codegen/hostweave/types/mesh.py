@@ -10,7 +10,7 @@ from operator import index
 from typing import Any
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked
+from hostweave.base.signatures import checked, with_ints
 
 MAX_RANKS = 2**16  # largest number of ranks in a mesh
 
@@ -33,7 +33,7 @@ class Mesh:
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
             raise ProgramError.here(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})")
-        object.__setattr__(self, "axes", (*axes, *sizes.items()))
+        object.__setattr__(self, "axes", with_ints((*axes, *sizes.items())))
         object.__setattr__(self, "members", members)
         if members is not None and (len(set(members)) < len(members) or any(rank < 0 for rank in members)):
             raise ProgramError.here(f"mesh of ranks {listed_ranks(members)}: name each rank once")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, Location, ProgramError, SizeError
 from hostweave.base.lexer import MAX_INT
-from hostweave.base.signatures import checked
+from hostweave.base.signatures import checked, with_ints
 from hostweave.types.mesh import Mesh, listed_ranks
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.zigzag import ZIGZAG, Zigzag, indices, pieces, runs
@@ -42,8 +42,8 @@ class DType:
 
         Raises ProgramError if an item is not a dim, or if a mesh axis splits two dims.
         """
-        dims = dims if isinstance(dims, tuple) else (dims,)
-        type = TensorType(self, tuple(_spec_dim(dim) for dim in dims))
+        given: tuple[int | str, ...] = with_ints(dims if isinstance(dims, tuple) else (dims,))
+        type = TensorType(self, tuple(map(_spec_dim, given)))
         type.check(Location.of_caller())
         return type
 

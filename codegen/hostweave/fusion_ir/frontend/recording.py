@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import with_ints
 from hostweave.fusion_ir.frontend.remedies import SizeName
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -64,7 +65,7 @@ def record(
 
     Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
     """
-    location = Location.of_caller()
+    location, operands = Location.of_caller(), with_ints(operands)
     for operand in operands:
         if not isinstance(operand, int | float) and not hasattr(operand, "_trace"):
             why = "neither a tensor of this fusion nor a Python number; make it an input"

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean, is_of_package
-from hostweave.base.signatures import checked
+from hostweave.base.signatures import checked, with_ints
 from hostweave.fusion_ir.frontend.indexing import Index, indexed
 from hostweave.fusion_ir.frontend.recording import being_traced, dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
@@ -155,7 +155,7 @@ class Tensor:
         return record("permute_dims", self, axes=(1, 0))
 
     def __getitem__(self, key: Index | tuple[Index, ...]) -> Tensor:
-        return indexed(self, key)
+        return indexed(self, with_ints(key))
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterates over the first dim.
@@ -219,6 +219,7 @@ class Tensor:
         return record("matmul", self, other)
 
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
+        other = with_ints(other)
         if isinstance(other, int) and other in (1, 2, 3, 4):  # multiplication is tens of times cheaper
             if other == 1:
                 return self
