@@ -18,7 +18,7 @@ import hostweave.torch  # noqa: E402
 
 
 class Of(nn.Module):
-    """Calls a function of itself, with a linear, a buffer and a plain tensor that the function may return."""
+    """Calls a function with this module, its linear of x, and x. The function may return a parameter, the buffer or the plain tensor."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -69,8 +69,8 @@ CASES: dict[str, Callable[..., Any]] = {
 
 
 def made_by(call: Any, module: Any, x: Any, number: int) -> list[Any]:
-    """Results of a call, gradients, groups of tensors that share memory, and all values after a write to one of
-    the tensors: 0 is the argument, and -1 is the last result."""
+    """Returns results of a call, gradients, groups of tensors that share memory, and all values after a write to tensor `number`. Number 0
+    is the argument, and -1 the last result."""
     module.zero_grad()
     x = x.clone()
     results = [one for one in torch.utils._pytree.tree_leaves(call(x)) if isinstance(one, torch.Tensor)]

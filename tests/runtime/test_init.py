@@ -186,7 +186,7 @@ def test_init_again() -> None:
 
 
 def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing a program waits for no other rank: a rank garbage-collects programs of other ranks while its group waits for it to create
+    """Freeing a program waits for no other rank: rank 3 frees unrelated programs while the other ranks wait for it to create
     channels."""
     one = hw.init(Here(), "one")
     called, run = hw.compile(alone), hw.compile(alone)

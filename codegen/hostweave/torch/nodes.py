@@ -87,7 +87,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """Name of a constant: the user's variable for the constant, or for the tensor of which it is a view, otherwise torch's name."""
+    """Name of a constant: the user's variable for the constant, or for a tensor with the same values, otherwise torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)
@@ -100,8 +100,8 @@ def name_of_constant(node: Node) -> str:
 
 
 def name_of(target: str) -> str:
-    """Converts `model.layers.3.mlp.up_proj.weight` to `model_mlp_up_proj_weight_3`. Layer numbers come last, as arrays of structs
-    require."""
+    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. The layer number comes last, so that the C++ can pass
+    equal layers as an array of structs."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return "_".join([word for word in words if not word.isdigit()] + numbers)

@@ -43,8 +43,8 @@ def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
 
 
 def repeated(node: Any) -> Node | None:
-    """Recognises a node that repeats each head, as `repeat_kv` of transformers does. Returns the keys [B, G, S, E] before the
-    repetition."""
+    """Recognises keys or values whose heads are repeated, as by `repeat_kv` of transformers. Returns the tensor [B, G, S, E] before the
+    repetition, or None."""
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":

@@ -53,7 +53,7 @@ def compiled(
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
 
-    compiling = threading.Lock()  # held during compilation, because programs for several sizes are compiled from one graph
+    compiling = threading.Lock()  # held during tracing, because programs for several sizes are traced from one graph
 
     def program_of(graph: Graph, end: str = "", sizes: Mapping[str, int] | None = None) -> Program:
         own = replace(settings, sizes={**(sizes or {}), **settings.sizes})
