@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use it, or if it can be loaded before
-a reduction that precedes its use.
+"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use the row, or if they can load the
+row before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -37,7 +37,7 @@ MANY_THREADS = 1024  # instead of ROW_THREADS, if threads hold computed values, 
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # preferred least number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
-EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference; the first number that divides the row is used
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
 FEW_HELD, FEW_INPUTS = 16, 12  # largest number of held accesses that counts as few: with computed values, and with inputs only

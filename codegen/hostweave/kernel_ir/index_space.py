@@ -29,7 +29,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
-    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes only in part
+    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims written only in part, by access
     accesses = _accesses(kernel, space, memory, moved)
     order = list(space.sizes)
 
@@ -44,7 +44,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
-    """The loop dim of size 1 for a kernel that keeps no index. Its strides are those of contiguous rows."""
+    """The loop dim of size 1 for a kernel that keeps no index. The strides of this dim are those of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
@@ -54,7 +54,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
 def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Stride of each loop index in each access: in inputs, in results, and in indices that ops compute."""
+    """Maps each access (see `Loops`) to the stride of each loop index in its offset."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (access, buffer) in zip(named, memory.items(), strict=True):

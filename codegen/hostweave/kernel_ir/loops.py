@@ -32,8 +32,8 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. "Element" means an element of the result. A lane is a row that an op such as argsort
-# needs as a whole.
+# Distributions of the iterations over threads. "Element" means an element of the result, and "lane" all elements along the dim of
+# a `Lane`.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -51,7 +51,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """A dim over which no loop iterates, because an op indexes it by data or needs all of it: its size and the stride of its elements."""
+    """Size and stride of a dim that no loop covers: an op reads or writes it at data-dependent indices, or needs whole rows of it."""
 
     size: Size
     stride: Size
@@ -79,8 +79,8 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    An access is an input, a result in memory (see `stored`), or an index (see `index_at`). Its offset depends on the loop indices. `outer`
-    is the size for which OUTERMOST stands.
+    An access is an input, a result in memory (see `stored`), or an index that an op computes (see `index_at`). The offset of an access is
+    a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
     """
 
     kernel: ir.Kernel
@@ -144,7 +144,7 @@ class Loops:
         return self.dtype(name).kind == "float" and self.dtype(name).itemsize <= 4
 
     def is_rounded(self, value: str) -> bool:
-        """True if an op rounds this value to a float of at most 16 bits. Other floats of at most 16 bits stay f32 until they are stored."""
+        """True if the value is a cast to a float of at most 16 bits. Results of other ops of that dtype stay in f32 until the store."""
         op = next(op for op in self.kernel.ops if op.result.name == value)
         return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
 
@@ -200,7 +200,7 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Writes a multiple of the outermost size as a multiple of the parameter OUTERMOST. Returns other sizes unchanged."""
+        """Rewrites a multiple of the outermost size as a multiple of the parameter OUTERMOST. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 

@@ -9,7 +9,7 @@ becomes
     outermost = 4*B
     %x: f32 at i * N + j
 
-Does nothing if an inner size shares a symbol with the outermost size, because a stride would then have two equal spellings.
+Does nothing if an inner size shares a symbol with the outermost size, because one stride could then be written in two ways.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Peer transport: ranks of one host copy to and from mapped memory of each other. Signals are words that streams write and wait for."""
+"""Peer transport: ranks of one host copy to and from mapped memory of each other. A signal is a word that streams write or wait for."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

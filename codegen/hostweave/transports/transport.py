@@ -15,7 +15,7 @@ PREFERRED = ("two_sided", "peer", "one_sided")
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
-# Kinds of instructions that a transport may support (their `posts`).
+# Sets of kinds of instructions: values of the trait `posts` of `host_ir.tree.Instruction`.
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
 SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
