@@ -166,7 +166,7 @@ class SharedDim:
         return self.source_shards if self.is_crossed else self.ranks // self.target_shards
 
     def source(self, target: int, number: int) -> tuple[int, int]:
-        """The source shard that has block `number` of target shard `target`, and the block's index in it."""
+        """The source shard that has block `number` of target shard `target`, and the block's index in the source shard."""
         return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
 
 
@@ -178,7 +178,7 @@ def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[
 
 @lru_cache(maxsize=4096)
 def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
-    """Routes from the layout and mesh of `source` to those of `target`. The tensor is not partial."""
+    """Routes from the layout and mesh of `source` to those of `target`. The tensor must not be partial."""
     old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:

@@ -15,7 +15,7 @@ class ParameterGroup:
     """Names of the tensors of a parameter group: from `first` to `last`, which differ in one number.
 
     In the IRs, a group is one tensor, with the number of tensors as an additional first dim, the `depth`. The tensors have unrelated
-    addresses, so a view covers one of them. Adjacent groups with the same `struct` are passed as an array of structs: `w_0, v_0, w_1,
+    addresses, so a view covers only one tensor. Adjacent groups with the same `struct` are passed as an array of structs: `w_0, v_0, w_1,
     v_1`.
     """
 

@@ -19,7 +19,7 @@ HOST = 8  # GPUs per host, unless a `Network` gives another number
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of a transfer, by the bytes that one rank receives: from all other ranks in a collective, from one in a put or get."""
+    """Measured times of a transfer, by the bytes that one rank receives: in total in a collective, from one rank in a put or get."""
 
     by: str  # one of LINKS
     ranks: int
@@ -40,7 +40,7 @@ class Network:
 
     `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
-    Raises ProgramError for figures that are not above 0.
+    Raises ProgramError for figures that are not above 0, or a source that is not a string.
 
     Example: `dataclasses.replace(machine, network=hw.Network(bandwidth=45e9, latency=5e-6, source="measured on our cluster"))`.
     """

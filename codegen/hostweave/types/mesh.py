@@ -22,7 +22,7 @@ class Mesh:
 
     `hw.Mesh()` is a single device. The method `ranks` returns a mesh of some of the ranks.
 
-    Raises ProgramError if an axis has no name or a size below 1, or if there are more than 65536 ranks.
+    Raises ProgramError if an axis has no name, a repeated name or a size below 1, or if there are more than 65536 ranks.
 
     Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. Its process group along `tp` is ranks 4 to 7.
     """
@@ -55,7 +55,7 @@ class Mesh:
         `axes` gives the names and sizes of the new mesh's axes. Without `axes`, the new mesh keeps the axes of this mesh along which the
         ranks differ. If this mesh has several axes, the ranks must then form a block in row-major order.
 
-        Raises ProgramError if the ranks do not form a block, or if a rank is not in this mesh.
+        Raises ProgramError if a rank is repeated or not in this mesh, or if the ranks do not form a block or do not match `axes`.
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
@@ -199,7 +199,7 @@ def local_range(size: int, ranks: int, rank_in_group: int) -> range:
 def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
     """Range of elements of one rank's block, in a buffer that holds the blocks of all ranks one after another.
 
-    A rank's block is its shard of dim `dim`. If `dim` is None, the elements are split evenly.
+    A rank's block is its shard of dim `dim`. If `dim` is None, all elements are split like one dim.
     """
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0

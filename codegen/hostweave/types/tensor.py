@@ -253,7 +253,7 @@ class TensorType:
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
         """Local array of `rank`, cut from a global array. The result is a view of the rank's block, or a copy of its two pieces.
 
-        Raises ArgumentError if the shape does not fit.
+        Raises ArgumentError if the shape does not fit, or if the rank is not in the tensor's mesh.
         """
         own: NDArray[Any] = array[checked_block(self, _shape_of(array, "shard"), rank, mesh, "shard")]
         return own
@@ -321,7 +321,7 @@ Shape = tuple[int, ...]
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
     """Calls `block_of` after checks of the user's arguments.
 
-    Raises ArgumentError if the shape does not fit the type, and for a rank outside the tensor's mesh.
+    Raises ArgumentError if the shape does not fit the type, or if the rank is not in the tensor's mesh.
     """
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
@@ -405,7 +405,7 @@ def bind_sizes(
     shapes: Mapping[str, Shape],
     uneven: Container[str] | None = (),
 ) -> dict[str, int]:
-    """Value of every name in the types of the inputs.
+    """Value of every symbol in the types of the inputs.
 
     Sizes named in `uneven` need not divide evenly. If `uneven` is None, only zigzag dims must divide evenly.
 
