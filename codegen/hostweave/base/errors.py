@@ -73,7 +73,7 @@ def stated_location(location: Location | None) -> Iterator[None]:
 
 
 class HostweaveError(Exception):
-    """Base class of all errors that Hostweave raises. The message has a location, a reason and a remedy."""
+    """Base class of all errors that Hostweave raises. The message has a reason and a remedy, after the location if it is known."""
 
     def __init__(self, message: str, location: Location | None = None):
         super().__init__(f"{location}: {message}" if location else message)

@@ -106,7 +106,7 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
     """Runs `work` and returns its result. On the main thread, lets another thread run the work.
 
     If a signal raises an exception in the main thread meanwhile, the work stops at its next `expect_not_interrupted`, or when
-    `stop(reason)` ends its waits. The exception is raised when the work has ended, at the latest after 15 seconds.
+    `stop(reason)` ends the waits of the work. The exception is raised when the work has ended, at the latest after 15 seconds.
 
     Raises ExecutionError if the machine has too little memory, or too few files or threads.
     """
@@ -161,7 +161,7 @@ def in_current_context(work: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def acquired(lock: Any) -> Iterator[None]:
-    """Takes a lock. Raises Interrupted if the work is interrupted while it waits."""
+    """Takes a lock. Raises Interrupted if the work is interrupted while it waits for the lock."""
     while not lock.acquire(timeout=POLL_SECONDS):
         expect_not_interrupted()
     try:

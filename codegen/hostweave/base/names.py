@@ -5,7 +5,7 @@ from collections.abc import Container
 
 
 def unique_name(base: str, used: Container[str]) -> str:
-    """Returns `base`, or the first of `base_2`, `base_3`, ... that is free. If `base` is such a name, `y_2` of `y`, returns `y_3`."""
+    """Returns `base`, or the first of `base_2`, `base_3`, ... that is free. For `y_2`, if `y` is used too, tries `y_3` next."""
     if base not in used:
         return base
     stem, _, number = base.rpartition("_")

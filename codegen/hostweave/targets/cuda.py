@@ -111,7 +111,7 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 
 def why_no_puts(ranks: int) -> str:
-    """Reason why a program that is built here cannot put into the memory of other ranks, or "" if it can."""
+    """Reason why a program that is built here cannot use puts to the memory of other ranks, or "" if it can."""
     return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 

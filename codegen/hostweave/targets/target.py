@@ -62,7 +62,7 @@ class Target(Protocol):
         """Machine for the cost model: measured constants and peer access, for programs of `ranks` ranks."""
 
     def why_not(self, transport: Transport) -> str:
-        """Reason why the library that this process has loaded cannot provide a transport, or "" if it can. By default it can."""
+        """Reason why the communication library here cannot provide a transport, or "" if it can. By default it can."""
         return ""
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
