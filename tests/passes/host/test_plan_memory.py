@@ -378,7 +378,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# In each case, one reason prevents that a result uses the memory of its operand. The name states this reason, and the body stays the same.
+# In each case, a result cannot use the memory of its operand, for the reason that the name states. The body stays the same.
 APART = {
     "as many streams as iterations": (
         ONE.replace("ring[2]", "ring[4]"),
