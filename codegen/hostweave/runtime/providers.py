@@ -159,14 +159,21 @@ class Threads:
             time.sleep(POLL_SECONDS / 10)
 
 
-class SplitProvider:
+class KnownRank:
+    """Part of a provider that knows the rank from its start."""
+
+    _rank: int
+    _count: int
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+
+class SplitProvider(KnownRank):
     """Provider for some ranks of another provider, renumbered in the given order. The ranks are processes."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
         self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
-
-    def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._rank, self._count
 
     def store(self, group: str, timeout: float) -> Store | None:
         return self._provider.store(group, timeout)
@@ -199,7 +206,7 @@ class Environment:
 
 
 @checked_arguments
-class TorchStore:
+class TorchStore(KnownRank):
     """Ranks that are processes of torch.distributed. Uses only the default store of torch.distributed, or the given store.
 
     Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises MissingPackage if
@@ -216,12 +223,9 @@ class TorchStore:
             )
         if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
             raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or omit it")
-        self._rank: int = torch.get_rank() if rank is None else rank
-        self._count: int = torch.get_world_size() if count is None else count
+        self._rank = torch.get_rank() if rank is None else rank
+        self._count = torch.get_world_size() if count is None else count
         self._store = _PolledTorchStore(torch.distributed_c10d._get_default_store() if store is None else store)
-
-    def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._rank, self._count
 
     def store(self, group: str, timeout: float) -> Store:
         return self._store
@@ -287,7 +291,7 @@ class MPI:
 
 
 @checked_arguments
-class Communicators:
+class Communicators(KnownRank):
     """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` for a channel along two axes.
 
     A pointer is an ncclComm_t as an int. The communicator must outlive the group. There is no store, so calls of the ranks are not
@@ -299,9 +303,6 @@ class Communicators:
     def __init__(self, communicators: Mapping[str | tuple[str, ...], int], rank: int, count: int):
         self.communicators = {axes if isinstance(axes, str) else ", ".join(axes): pointer for axes, pointer in communicators.items()}
         self._rank, self._count = rank, count
-
-    def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._rank, self._count
 
     def store(self, group: str, timeout: float) -> Store | None:
         return None

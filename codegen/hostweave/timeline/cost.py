@@ -213,14 +213,6 @@ def _one_sided(operation: Operation, machine: Machine) -> Work:
     return Work(link.seconds(size), "copies", sent=0 if is_read else size)
 
 
-def _ordering(operation: Operation, machine: Machine) -> Work:
-    return Work(EVENT_SECONDS)
-
-
-def _forking(operation: Operation, machine: Machine) -> Work:
-    return Work(FORK_SECONDS if operation.waits else 0.0)  # the stream that waits takes the time
-
-
 _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     tree.Instruction: _nothing,
     ir.Compute: _kernel,
@@ -236,6 +228,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     ir.PointToPoint: _pair,
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
     ir.OneSided: _nothing,  # all other one-sided instructions, such as signals, send no data
-    **dict.fromkeys((ir.Record, ir.Wait), _ordering),
-    **dict.fromkeys((ir.Fork, ir.Join), _forking),
+    **dict.fromkeys((ir.Record, ir.Wait), lambda operation, machine: Work(EVENT_SECONDS)),
+    # the stream that waits takes the time
+    **dict.fromkeys((ir.Fork, ir.Join), lambda operation, machine: Work(FORK_SECONDS if operation.waits else 0.0)),
 }

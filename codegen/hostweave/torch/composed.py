@@ -439,7 +439,7 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
 
 
 # ops that torch's own rules decompose, in forward and backward graphs
-_BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv"
+_BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv permute_copy narrow_copy"
 
 _VIEWS: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
@@ -456,8 +456,6 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.as_strided_copy.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.diagonal_scatter.default: diagonal_scatter,
-    aten.permute_copy.default: lambda x, dims: x.permute(dims),
-    aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
     aten.frexp.Tensor: frexp,
     aten.cumprod.default: cumprod,

@@ -348,18 +348,6 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
     return computed
 
 
-def _binary_on_integers(name: str) -> Callable[[Any, Any], Any]:
-    return lambda x, y: Exact(getattr(np, name)(*values_of(x, y)))
-
-
-def _unary_on_values(name: str) -> Callable[[Any], Any]:
-    return lambda x: Exact(getattr(np, name)(x.value))
-
-
-def _to_integers(name: str) -> Callable[[Any], Any]:
-    return lambda x: Functions.integer(getattr(np, name), x)
-
-
 def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
     for name in names.split():
         setattr(Functions, name, staticmethod(make(name)))
@@ -367,9 +355,12 @@ def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
 
 _add(_comparison, "less greater not_equal less_equal greater_equal equal")
 _add(_binary, "subtract multiply matmul floor_divide remainder fmod maximum minimum")
-_add(_binary_on_integers, "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
-_add(_unary_on_values, "isneginf isnan isfinite logical_not bitwise_invert")
-_add(_to_integers, "floor ceil trunc round")
+_add(
+    lambda name: lambda x, y: Exact(getattr(np, name)(*values_of(x, y))),
+    "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift",
+)
+_add(lambda name: lambda x: Exact(getattr(np, name)(x.value)), "isneginf isnan isfinite logical_not bitwise_invert")
+_add(lambda name: lambda x: Functions.integer(getattr(np, name), x), "floor ceil trunc round")
 _MOVES: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "reshape": lambda x, shape: x.reshape(shape),
