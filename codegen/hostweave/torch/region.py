@@ -21,15 +21,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.names import unique_name
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule
-from hostweave.torch.dynamo import (
-    MARK,
-    GlobalRun,
-    bytes_of,
-    expect_global,
-    is_mesh,
-    is_number,
-    value_of,
-)
+from hostweave.torch.dynamo import MARK, GlobalRun, bytes_of, expect_global, is_mesh, is_number, value_of
 from hostweave.torch.exported import exported
 from hostweave.torch.plan import Layouts, dtensor_axes, mesh_of, parameter_axes
 from hostweave.torch.programs import compiled

@@ -25,14 +25,7 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import Delegating
-from hostweave.torch.dynamo import (
-    MARK,
-    nodes_of,
-    op_name,
-    place_of,
-    value_of,
-    wants_one_graph,
-)
+from hostweave.torch.dynamo import MARK, nodes_of, op_name, place_of, value_of, wants_one_graph
 from hostweave.torch.nodes import location
 from hostweave.torch.plan import Layouts
 from hostweave.torch.region import ModelPart, Region, RegionPlan

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
-from hostweave.fusion_ir.frontend.composites import (
-    _broadcasts,
-    _called,
-    _check_probability,
-    _dropped,
-    _indices,
-    _wide,
-    _worded,
-)
+from hostweave.fusion_ir.frontend.composites import _broadcasts, _called, _check_probability, _dropped, _indices, _wide, _worded
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops.attention import (
