@@ -185,10 +185,10 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
-    """Extra seconds of an attention with sharded keys: first if the keys are gathered, then if each rank uses one block of keys.
+    """Extra seconds of an attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
 
     With gathered keys, the extra work is the start of a second gather, for the values, and copies of the gathered keys to the layout of
-    attention. With blocks, a rank packs its own keys and values, and combines all results. `gathered` and `result` are in bytes.
+    attention. With blocks, a rank packs its own keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)

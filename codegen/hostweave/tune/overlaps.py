@@ -34,7 +34,7 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in chunks next to matmuls. Chunks split dim `dim` of the results.
+    """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results.
 
     If the reshard gathers keys, `matmuls` is the attention, and `dim` is the keys' sequence dim. The values are gathered in the same loop.
     """
@@ -60,7 +60,7 @@ class Candidate:
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Yields the candidates of a body, in order. Each reshard must be a single communication."""
+    """Yields the candidates of a body, in order. Requires that each reshard is a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -164,7 +164,7 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule.
+    """Returns all alternatives for a candidate, fastest first: a collective, copies, and chunk loops by each algorithm.
 
     All numbers of chunks divide the dim. Loops over keys have one chunk per rank.
     """
@@ -326,8 +326,8 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the op at `position` can move up: the latest from which the ops up to `position` hide all of the op's time. If
-    there is none, the earliest possible position.
+    """Position to which the op at `position` can move up: the latest position at which the passed ops hide all of the op's time. If no
+    position is early enough, the earliest possible one.
 
     The op stays behind the kernel that computes its operand. Pointwise ops that read this operand belong to that kernel.
     """
