@@ -19,9 +19,9 @@ class Unaligned:
     matmul: ir.Matmul
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
-    dims: tuple[str, ...]  # dims k, m and n that are not aligned: their sizes should be multiples of `step`
+    dims: tuple[str, ...]  # unaligned dims among k, m and n: their sizes are not multiples of `step`
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
-    gain: float  # seconds saved by an aligned matmul, minus the seconds of the matmuls of the remaining rows, columns and terms
+    gain: float  # seconds saved by an aligned matmul, minus the seconds of the matmuls for the remaining indices of `dims`
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Invariants of the host IR. `pipeline.py` lists the passes between which each invariant holds, and checks it after each of these passes.
+"""Invariants of the host IR. `FACTS` in pipeline.py gives the passes after which each invariant holds and is checked.
 
 Each function raises ProgramError if its invariant does not hold.
 """

@@ -135,7 +135,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns the dims without a loop, at most one per value, and the dims with loops."""
+    """Joins the dims that share an index. Returns the dim of each value over which no loop iterates, and all dims with loops."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -151,8 +151,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """An op that needs all elements along a dim at once may share a kernel only with the iota of its rows. Raises NotOneKernel if it shares
-    more, or if the kernel computes or iterates over a value that is read at data-dependent positions."""
+    """Raises NotOneKernel if an op that needs all elements along a dim at once shares a kernel with other ops. A scatter may share it with
+    the iota that is its last operand. Also raises if the kernel computes or loops over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
@@ -231,7 +231,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs of the index of an operand and the index of a result, which is the operand after an update in place."""
+    """Index pairs (operand, result) of an instruction. The result is the operand after an update in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -277,7 +277,7 @@ def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
 
 
 def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
-    """True if `written` may share the memory of `read`: no element is written before its last read.
+    """True if `written` may share the memory of `read`, because no element is written before its last read.
 
     Returns False for user kernels, whose access pattern is unknown.
     """
