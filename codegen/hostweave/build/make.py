@@ -127,7 +127,7 @@ def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """Returns a text and the files that it includes from the program's folder, with empty comments."""
+    """Returns a text, and all files that it includes from the program's folder, without the words of comments."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]

@@ -105,7 +105,7 @@ class Nvrtc:
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
-        for builtins in self.library.parent.glob("libnvrtc-builtins.so.*"):  # the wheel of NVRTC 13.0 does not find its own
+        for builtins in self.library.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC 13.0 of the wheel does not find this library
             ctypes.CDLL(str(builtins))
         nvrtc, program = ctypes.CDLL(str(self.library)), ctypes.c_void_p()
         arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))

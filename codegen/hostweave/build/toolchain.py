@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops. They are compiled with -O1 instead of -O2, and as one unit. Each of these measures halves the compile time.
+# Files without hot loops are compiled as one unit, with -O1 instead of -O2. Each of the two measures halves the compile time.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -59,7 +59,7 @@ class Toolchain:
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
         """Returns the command that links objects into a shared library. Its rpath has the folders of the libraries that it needs.
 
-        The loader does not search for a library with a `soname`, because the process has already loaded a library of this name.
+        The rpath omits libraries with a `soname`, because the process loads these libraries first.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
