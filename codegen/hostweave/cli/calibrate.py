@@ -79,7 +79,7 @@ def _negated() -> Fusion:
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
     """Measures the times of an all-gather, and of a put and a get if these are possible, for each of SHARDS. The compiler emits puts and
-    gets only in a loop with a matmul. The weight has only 8 columns, so the matmul takes the time to read its chunk."""
+    gets only in a loop with a matmul. The weight has only 8 columns, so a matmul takes as long as reading its operand."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)

@@ -80,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, for the compiler's choices")
     program.add_argument("--overlap", choices=OVERLAPS, default="auto", help="how chunk loops are chosen (default auto)")
     program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="transport of bytes between ranks (default auto)")
-    program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
+    program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a chunk loop (default 4)")
     target.add_argument("--target", choices=NAMES, default="cpu", help="target (default cpu)")
     as_json.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
-    demo = add("demo", _demo, "Compile a seed program, run it on all ranks, compare with NumPy and show the generated loop.")
+    demo = add("demo", _demo, "Compile an example, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
     demo.add_argument("--target", choices=NAMES, help="default: cuda if there are GPUs, else cpu")

@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. They need a workspace from the arena, because only streams of the program have workspaces."""
+    """Matmuls on the caller's stream. They need a workspace from the arena, because only the program's own streams have workspaces."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

@@ -55,7 +55,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value of a fusion without calls at these sizes, valid for every way to compute the value.
+    """Tolerance for a value of a fusion at these sizes, however a program computes the value. The fusion must have no calls.
 
     In a chain of sums and products, the reduction lengths multiply, and so do the numbers of ranks that have terms of a sum.
     """
