@@ -143,7 +143,7 @@ class Program:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Generated files as a mapping from path to text. They are the same for both targets."""
+        """Generated files as a mapping from path to text. They depend on `figures`, but not on the target."""
         return self.compiled.sources
 
     @property
@@ -236,8 +236,8 @@ class Program:
         """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
 
         Bound arrays are checked only once, so calls are faster. For calls of the program, they are local arrays of this rank, and for `run`
-        global arrays. A call reads a bound array in place, and so sees later writes to the array. `run` may instead keep the blocks of its
-        first call. Both programs share memory and streams, and `close` closes both.
+        global arrays. A call reads a bound array in place, and so sees later writes to the array. `run` may instead reuse the local
+        arrays that its first call cut from a bound array. Both programs share memory and streams, and `close` closes both.
 
         Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
         number of dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the

@@ -182,7 +182,7 @@ class Compiled:
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
-    """Lowers a program, verifies it after every pass, and checks it for races and deadlocks, unless `options.check` disables that.
+    """Lowers a program, verifies it after every pass, and checks it as `Options.check` says.
 
     Raises ProgramError if lowering or a check fails, and for options that do not apply to the program.
     """

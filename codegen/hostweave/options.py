@@ -63,7 +63,7 @@ class Options:
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
       3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last decision used arrays of earlier calls, on every
-      rank, all calls until the next decision are graphs. This includes calls with new arrays.
+      rank, all calls until the next decision run as graphs, also with new arrays.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
@@ -73,7 +73,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the
       store. Ranks that are threads always do this.
 
-    Raises ProgramError for an invalid `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
+    Raises ProgramError for an option with an invalid value, such as an unknown `transport`, or `streams` or sizes below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """

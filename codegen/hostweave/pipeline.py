@@ -115,8 +115,8 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Facts of the host IR: each fact is checked after every pass from its first named pass on, until its second named pass runs. `LEVELS` has
-# the facts of the fusion IR. A host program that a user wrote need not satisfy the facts.
+# Invariants of the host IR, each with two passes. The invariant is checked after the first pass, and after all later passes before the
+# second. `LEVELS` has the rules of the fusion IR. A host program that a user wrote need not satisfy the invariants.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
