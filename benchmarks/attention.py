@@ -1,8 +1,8 @@
 """Causal bf16 attention, forward and backward, against torch with cuDNN.
 
 Cases have 32 heads of queries and 8 of keys (Llama 3 8B), or 8 of queries and one of keys (a rank of Llama 3 70B at TP 8). Other cases
-shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has a piece of the first half of the sequence and one of the
-second half, so both have equal work. Operands are [S, B, H, D]. Times are medians of alternating measurements, without host time.
+shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the sequence, so both have
+equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements, without host time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
 SHARED = 32768  # rows that are sharded over two GPUs
-ROUNDS = 3  # rounds of equally many calls; each round moves the arrays
+ROUNDS = 3  # rounds of equally many calls; each round copies the arrays to the GPUs again
 SPEEDUP = 1.7  # smallest allowed speed-up on two GPUs over one
 
 Attend = Callable[[], Any]

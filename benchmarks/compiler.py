@@ -32,7 +32,7 @@ def main() -> None:
     print(f"and the first compile     {import_seconds(FIRST_COMPILE):.3f} s (limit 0.25)")
     seeds = programs_in(load_file(EXAMPLES / "seeds.py"))
     slowest = max(seeds, key=lambda name: seconds(lambda: hw.compile(seeds[name])))
-    print(f"lower, verify, check      {seconds(lambda: hw.compile(seeds[slowest]), 20) * 1e3:.1f} ms, {slowest}, slowest seed (limit 25)")
+    print(f"lower, verify, check      {seconds(lambda: hw.compile(seeds[slowest]), 20) * 1e3:.1f} ms, {slowest}, the slowest (limit 25)")
     print(f"1000 ops over 100 ops     {chain_seconds(1000) / chain_seconds(100):.1f} times (limit 12)")
     llama = load_file(EXAMPLES / "llama.py").llama
     for how, options in OPTIONS.items():

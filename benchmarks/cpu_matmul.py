@@ -32,7 +32,7 @@ def main() -> None:
         program.run(x=x, w=w)
         ratios, gflops = [], []
         for _ in range(7):
-            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU device changes this number
+            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU target changes this number
             started = time.perf_counter()
             _sgemm(x, w, y)
             direct = time.perf_counter() - started

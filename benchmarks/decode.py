@@ -140,8 +140,8 @@ def _row(call: Callable[[], Any]) -> None:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """All blocks by torch. `block` is compiled once, and contains a sum and the following norm, so that torch fuses them as in a whole
-    model."""
+    """All blocks by torch. `block` first adds the result of the previous block, so that torch.compile fuses the sum with the norm, as in a
+    whole model."""
     import torch
     import torch.distributed as dist
 

@@ -73,7 +73,7 @@ def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of Hostweave and a call of torch for every shape, granularity of scales and number of rows. Raises AssertionError if results
+    """A call of Hostweave and a call of torch for every shape, kind of scales and number of rows. Raises AssertionError if results
     differ."""
     import torch
 
@@ -179,8 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales. torch's scale of a row is the maximum of one rank's columns, and Hostweave's
-    scale is the maximum of the whole row."""
+    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank, and Hostweave
+    from the whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

@@ -23,7 +23,7 @@ from hostweave.build.cuda import gpus
 from hostweave.types.tensor import block_shape, global_shape
 
 REPETITIONS, WAIT = 15, 2_000_000
-PLAIN, NOTED = "as ever", "with progress"
+PLAIN, NOTED = "without progress", "with progress"
 CASES = ("a layer, 8192 tokens", "a layer, 2048 tokens", "16 blocks, 16 tokens", "16 all-reduces, 16 rows")
 
 

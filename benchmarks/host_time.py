@@ -110,8 +110,8 @@ def _llama() -> None:
 
 
 def _varying_sizes() -> None:
-    """Times of calls with varying sizes, each followed by a wait, as in a server. Each call is compared with other calls of its size. Also
-    prints by how much memory grew."""
+    """Times of calls with varying sizes, each followed by a wait, as in a server. Each call is compared with other calls of the same
+    size. Also prints by how much memory grew."""
     import torch
 
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu

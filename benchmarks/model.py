@@ -9,7 +9,7 @@ less than a minute; `model.py 2 transformers` measures only transformers.
 
 `model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
 the matmuls by torch, and a copy. The copy reads and writes as many bytes in total as the weights and the cache have. Shapes are those of
-one GPU, and of one of two ranks. Each time is printed with the copy's time divided by it.
+one GPU, and of one of two ranks. Each time is printed with the copy's time divided by this time.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@
   Hostweave sends a token once to each rank, and returns a sum in f32. It is compared with torch's all_to_all_single, for which the host
   knows all counts in advance, and with a copy engine that sends a row for each token and expert.
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
-- layers: the same layer on all GPUs, which share its experts. torch sends rows by all_to_all_single, and the host knows all counts.
+- layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by
   cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. The sums of these times give
   bounds for the layer.
-- chain: dispatch and combine of one token of 8 elements. It has the kernels and signals of 128 tokens, and almost no bytes. Also a gather
-  and a reduce-scatter alone, in two kernels: no dispatch and combine has fewer exchanges.
+- chain: dispatch and combine of 128 tokens, and of one token of 8 elements, which needs the same kernels and signals for almost no bytes.
+  Also only a gather and a reduce-scatter, in two kernels: no dispatch and combine has fewer exchanges.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
 that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers chain` needs two GPUs.
@@ -222,7 +222,7 @@ def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], 
 
 
 def _layer(name: str, ranks: int = 1, **options: Any) -> hw.Program:
-    """The layer of examples/moe.py, `moe` or `moe_training`. The GPUs share experts and tokens."""
+    """The layer of examples/moe.py, `moe` or `moe_training`. Experts and tokens are sharded over the GPUs."""
     example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=ranks), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
     sizes = {"T": ranks * LAYER["tokens"], "H": LAYER["hidden"], "I": LAYER["inner"]}
     return hw.compile(getattr(example, name), target="cuda", options=hw.Options(sizes=sizes, **options))
@@ -273,8 +273,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
-# Elements of bf16 that the layer's other kernels read and write for each row of a choice: gathers of x and dy, gradients of the weights of
-# choices, sums of y and dx; SwiGLU and its gradient. Two choices share a row of x, y, and their gradients.
+# Elements of bf16 that the layer's other kernels read and write for each choice (a token and one of its experts): gathers of x and dy,
+# gradients of the weights of choices, sums of y and dx; SwiGLU and its gradient. Both choices of a token share rows of x, y and gradients.
 REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
@@ -367,7 +367,7 @@ def _experts_of(rows: Any, w1: Any, w2: Any, ends: Any) -> Any:
 
 
 def _weighted(y: Any, order: Any, chosen: Any) -> Any:
-    """Sums the rows of each token. Row i of y belongs to choice order[i]."""
+    """Weighted sum of the rows of each token. Row i of y belongs to choice order[i], a token and one of its experts."""
     import torch
 
     back = torch.empty_like(order)

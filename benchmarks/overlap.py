@@ -231,7 +231,7 @@ def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None)
 
 
 def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Milliseconds and host microseconds of a case and variant."""
+    """Milliseconds and host microseconds of each case and variant."""
     if not built:
         return {}
     program, places = built

@@ -219,9 +219,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Host time of a forward pass while the GPU is busy. Captured passes are launched consecutively, and once after a wait that evicts the
-    data from the CPU caches. Passes without a graph are so few that the queue does not fill. Graphs that torch captures are also measured:
-    of the module by torch.compile, and of one addition.
+    """Host time of a forward pass while the GPU is busy. Each graph is launched several times in a row, the first time after a wait, which
+    evicts data from the CPU caches. A pass without a graph is called once per wait, so the queue does not fill. Graphs that torch captures
+    are also measured: of the module by torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
