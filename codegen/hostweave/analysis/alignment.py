@@ -1,4 +1,4 @@
-"""Finds matmuls whose rows do not begin and end at multiples of 16 bytes, for which cuBLASLt uses much slower kernels."""
+"""Finds matmuls with rows that do not begin and end at multiples of 16 bytes. cuBLASLt computes such matmuls much more slowly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Unaligned:
     sizes: Mapping[str, int]  # m, n and k
     dims: tuple[str, ...]  # unaligned dims among k, m and n: their sizes are not multiples of `step`
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
-    gain: float  # seconds saved by an aligned matmul, minus the seconds of the matmuls for the remaining indices of `dims`
+    gain: float  # seconds saved by an aligned matmul, minus those of separate matmuls for the rest of each unaligned dim
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
@@ -57,7 +57,7 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the matmul of the remaining indices of each dim reads or updates
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the matmul for the rest of each dim reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(i, step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

@@ -135,7 +135,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns the dim of each value over which no loop iterates, and all dims with loops."""
+    """Joins the dims that share an index. Returns, for each value, the dim over which no loop iterates, and all dims with loops."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:

@@ -100,7 +100,7 @@ class _Finder:
         """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op consumes the gathered value
         before one of these matmuls. Later consumers read the value after the loop.
 
-        All other operands of these matmuls must be computed before the first matmul.
+        A matmul counts only if its other operand is computed before the first consumer of the gathered value.
         """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
@@ -121,8 +121,8 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul whose result has the reduction as its only consumer, and the chunked dim. The chunked operands must not come
-        from a communication or a loop."""
+        """Returns the matmul whose result has the reduction as its only consumer, and the chunked dim. Returns no matmul if a
+        chunked operand comes from a communication or a loop."""
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -197,7 +197,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory, for which all sizes must divide evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory. All sizes must then divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
