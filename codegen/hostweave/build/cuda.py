@@ -147,7 +147,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has loaded. Programs use a library that is loaded already. None if no NCCL is."""
+    """Version of the NCCL library that this process has already loaded, or None. Programs then use this library."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:

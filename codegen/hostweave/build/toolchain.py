@@ -88,7 +88,7 @@ class Toolchain:
 class Library:
     """A library of the runtime. `make` builds it at `path`, or raises BuildError.
 
-    Each cached library has a unique `soname`. By this name the loader finds the library that `load` has already checked and loaded, and
+    Each cached library has a unique `soname`. `load` checks and loads the library first. So the loader finds the library by this name, and
     does not open the file again.
     """
 

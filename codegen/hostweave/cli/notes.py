@@ -12,7 +12,7 @@ from hostweave.host_ir.calls import inlined
 from hostweave.types.mesh import RankSizes, Sizes
 from hostweave.types.tensor import BufferType
 
-MIN_SHARE = 0.1  # fraction of the bytes of a rank's inputs and outputs
+MIN_SHARE = 0.1  # smallest reported cost, as a fraction of the bytes of a rank's inputs and outputs
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:

@@ -60,7 +60,7 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch, adjusted for ops that take another time than reading and writing their operands once.
+    """Work of a launch, corrected for ops that take longer than reading and writing their operands once.
 
     A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table exceeds the cache, the
     excess fraction of these reads goes to memory.

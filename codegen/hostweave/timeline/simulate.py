@@ -76,8 +76,8 @@ def simulate(ranks: list[list[SimulatedTask]]) -> None:
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Returns the tasks of one rank. Each follows the last task of its stream, and the operations for which it waits. A communication that
-    may be serialised also follows the previous communication of this kind."""
+    """Returns the tasks of one rank. A task follows the last task of its stream, and all operations that it waits for. A communication
+    that may be serialised also follows the previous communication of this kind."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
     engine: dict[object, str] = {}  # stream -> engine that its last operation used
