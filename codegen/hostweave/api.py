@@ -235,8 +235,8 @@ class Program:
     def bind(self, **arrays: Any) -> Program:
         """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
 
-        Bound arrays are checked only once, so calls are faster. For calls of the program, they are local arrays of this rank, and for `run`
-        global arrays. A call reads a bound array in place, and so sees later writes to the array. `run` may instead reuse the local
+        Bound arrays are checked only once, so calls are faster. Bound arrays are local if the program is called, and global
+        arrays if `run` is. A call reads a bound array in place, and so sees later writes to the array. `run` may instead reuse the local
         arrays that its first call cut from a bound array. Both programs share memory and streams, and `close` closes both.
 
         Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
@@ -311,8 +311,8 @@ class Program:
 
         A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
         After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
-        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then assumed to
-        be even.
+        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs are then
+        assumed to be even.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -381,7 +381,7 @@ class Program:
         return compiled.report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
-        """Returns the program as a JAX function for use inside jax.jit. It is an XLA custom call on the only device of this process.
+        """Returns the program as a JAX function for use inside jax.jit: an XLA custom call on the only device of this process.
 
         The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
         have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Independent calls run in the order of the

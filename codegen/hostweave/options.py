@@ -29,7 +29,7 @@ class Options:
       known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
       the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
       All sizes must then be stated. "off" runs all communication in sequence, except for loops that the program states by `.stream(...)`. A
-      call whose sizes a chosen loop does not divide runs sequentially. `Program.explain` shows the choices.
+      call runs sequentially if a chosen loop does not divide its sizes. `Program.explain` shows the choices.
     - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
       means sequential execution.
     - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else

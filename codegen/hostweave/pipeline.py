@@ -213,7 +213,7 @@ def level_of(stage: str) -> str:
 
 
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
-    """Facts that hold for the host IR after this pass."""
+    """Invariants that hold for the host IR after this pass."""
     at = _STAGES.index(stage)
     number = {name: at for at, name in enumerate(_STAGES)}
     return [
