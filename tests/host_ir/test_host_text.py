@@ -59,7 +59,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   launch @k %x, %b -> %z
   matmul %x, %b -> %y
   matmul %x, %b accumulate %y -> %y
-  matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
+  matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh rest [1, 0, 2] -> %y
   matmul %x, %b bias %z activation relu -> %y
   grouped_matmul %x, %b rows %z to %z -> %y
   grouped_outer %x, %b rows %z to %z from rank.x * 4 -> %y

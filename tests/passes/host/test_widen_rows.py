@@ -35,7 +35,9 @@ def test_gradients_of_logits_are_computed_in_wide_rows() -> None:
     assert text.count("launch ") == 1
     assert text.count("allocate ") == 1
     assert "copy" not in text
-    assert re.search(r"matmul .*_rest, %w_rest -> %(\w+)\n(.*\n){1,3}.* matmul .*_aligned, %w_aligned accumulate %\1 -> %\1\n", text)
+    assert re.search(
+        r"matmul .*_rest, %w_rest -> %(\w+)\n(.*\n){1,3}.* matmul .*_aligned, %w_aligned accumulate %\1 rest \[1, 0, 0\] -> %\1\n", text
+    )
     assert "[0: 50256 from 0]" in text
     assert "[0: 1 from 50256]" in text
 
