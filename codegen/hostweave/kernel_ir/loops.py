@@ -190,7 +190,7 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For ops on lanes, size of a lane: of the result if threads share it, else of the input."""
+        """Size of the innermost reduced dim, or None. For ops on lanes, size of an input lane, or of a result lane if threads share it."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size
