@@ -321,7 +321,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cuda, "gpus", lambda: ())
     assert main(["calibrate"]) == 1
-    assert "calibrate: no GPU found" in capsys.readouterr().err
+    assert "calibrate: there is no GPU to measure" in capsys.readouterr().err
 
 
 def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
