@@ -161,7 +161,7 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
 
 
 def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:
-    return within_limit(f"the compiler of kernels, of {unit.name},", lambda: compiler.compile(unit, folder))
+    return within_limit(f"the compilation of {unit.name}", lambda: compiler.compile(unit, folder))
 
 
 def _first_error(output: str) -> str:

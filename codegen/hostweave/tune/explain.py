@@ -153,8 +153,8 @@ def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Optio
     if options.overlap == "off":
         return 'overlap="off"'
     if candidate is None:
-        of_keys = "no attention with a causal mask or without a mask reads it as keys"
-        return f"no adjacent matmul gathers or reduces along its outermost dim before other ops read it, and {of_keys}{hidden}"
+        of_keys = "no attention with a causal mask or without a mask reads the result as keys"
+        return f"no adjacent matmul gathers or reduces along its outermost dim before other ops read the result, and {of_keys}{hidden}"
     if candidate.unknown:
         text_of_sizes = ", ".join(f'"{name}": ...' for name in candidate.unknown)
         return f"sizes are unknown; state them to allow a chunk loop: hw.Options(sizes={{{text_of_sizes}}})"
