@@ -225,7 +225,7 @@ def test_state_from_before() -> None:
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(ProgramError, match="the first step of SGD uses different ops from later steps; run one step before"):
+    with pytest.raises(ProgramError, match="the first step of SGD uses different ops from later steps; run one step, and then compile"):
         compiled(module, optimizer)
     module(torch.randn(4, 8)).backward()
     optimizer.step()
