@@ -110,6 +110,12 @@ def masked(x: Any) -> Any:
     return x[x > 0]
 
 
+def replaced_data(x: Any) -> Any:
+    y = x + 1
+    y.data = x * 2
+    return y
+
+
 MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "branch on data": (
         branch,
@@ -125,7 +131,23 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "unsupported": (unsupported, r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_mistakes.py:\d+.*"),
     "gradients": (torch.func.grad(torch.sum), r"forward computes gradients, which is not compiled; .* torch.func.jvp$"),
-    "mask": (masked, r"^test_mistakes.py:\d+: .* by a mask: the number of selected elements is known only at a call; use torch.where"),
+    "mask": (
+        masked,
+        r"^test_mistakes.py:\d+: a size depends on a tensor, as in x\[mask\] .*, and is known only at a call; use .* torch.where",
+    ),
+    "size": (
+        lambda x: torch.arange(x.argmax().item()),
+        r"^test_mistakes.py:\d+: a size depends on a tensor, as in .* torch.arange\(t.item\(\)\), and is known only at a call; use a fixed",
+    ),
+    "int": (
+        lambda x: x * int(x.argmax()),
+        r"^test_mistakes.py:\d+: Written: a branch depends on the values of a tensor, .*; int\(t\), .* are branches, too",
+    ),
+    "data": (
+        lambda x: x.data.add_(0),
+        r"^test_mistakes.py:\d+: forward uses .data of a tensor, which torch.export does not trace; use detach\(\), or write in place in",
+    ),
+    "new data": (replaced_data, r"^test_mistakes.py:\d+: forward uses .data of a tensor, .*; use detach\(\)"),
 }
 
 

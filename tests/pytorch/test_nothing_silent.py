@@ -188,6 +188,46 @@ class Layers(nn.Module):
         return x
 
 
+class Stored(nn.Module):
+    """Stores a tensor of forward in the module."""
+
+    def __init__(self, store: Callable[[Any, Any], None]):
+        super().__init__()
+        self.linear, self.store = nn.Linear(8, 8), store
+        self.last: Any = None
+        self.every: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.store(self, y)
+        return y * 2
+
+
+STORED: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "an attribute": (
+        lambda module, y: setattr(module, "last", y),
+        r"^test_nothing_silent.py:\d+: Stored: forward stores a tensor in self.last, ",
+    ),
+    "a new attribute": (lambda module, y: setattr(module, "new", y), r"^test_nothing_silent.py:\d+: Stored: forward stores .* self.new, "),
+    "a list": (
+        lambda module, y: module.every.append(y),
+        r"Stored: forward stores a tensor in self.every\[0\], .*; return the tensor, .* fullgraph=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("store", "message"), STORED.values(), ids=STORED)
+def test_a_tensor_that_is_stored_in_the_module_is_refused(store: Any, message: str, training: bool) -> None:
+    module = Stored(store)
+    before = dict(vars(module))
+    with pytest.raises(ProgramError, match=message):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=training)
+    assert module.last is None
+    assert module.every == []
+    assert vars(module).keys() == before.keys()
+
+
 def test_changes_of_layers_that_were_not_traced_are_detected() -> None:
     module = Layers().eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.export.graph_signature import InputKind, OutputKind
@@ -34,7 +34,7 @@ from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
-from hostweave.torch.nodes import is_view, location
+from hostweave.torch.nodes import OF_TORCH, is_view, location
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
@@ -70,10 +70,11 @@ def exported(
         if given.layout is not torch.strided:
             why = f"{name} is a tensor of {given.layout}, but only torch.strided is supported"
             raise ProgramError(f"{type(module).__name__}: {why}; pass its to_dense()")
-    repeats, fixed = Repeats(module), []
+    repeats, fixed, assigned = Repeats(module), [], dict[str, Location]()
     try:
         with (
             tracing,
+            _without_traced_tensors(module, assigned),
             on_global_tensors(module),
             replaced(*_replacements(module)),
             _of_known_derivatives(module) if training else nullcontext(),
@@ -83,6 +84,7 @@ def exported(
             symbolic() as fixed,
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
+            warnings.filterwarnings("error", ".* assigned during export")
             warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export itself replaces weights of recurrent layers
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             try:
@@ -118,7 +120,46 @@ def exported(
             why = "a dynamic size is fixed by a comparison, by int() or float(), or by a function of Python numbers"
             remedy = "compute with tensors, such as torch.full((), n), or leave the dim out of dynamic_shapes"
             raise ProgramError(f"{type(module).__name__}: {why}; {remedy}", fixed[0]) from error
+        if found := re.match(r"The tensor attributes? (self\S*?(\w+)(?:\[.*?\])?),? .*assigned during export", str(error)):
+            why = f"forward stores a tensor in {found[1]}, which a program does not do"
+            remedy = "return the tensor, make it a buffer that forward writes to in place, or pass fullgraph=False"
+            raise ProgramError(f"{type(module).__name__}: {why}; {remedy}", assigned.get(found[2])) from error
         raise error_of_torch(type(module).__name__, error) from error
+
+
+@contextmanager
+def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
+    """Inside the `with` block, adds to `assigned` the line that stores a tensor in each attribute of a module, and refuses `.data`. Removes
+    new attributes with traced tensors afterwards."""
+    thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
+
+    def put(part: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            assigned[name] = Location.of_caller(_TORCH)
+        own(part, name, value)
+
+    def of_data(access: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: torch.Tensor, *value: torch.Tensor) -> Any:
+            is_traced = threading.get_ident() == thread and type(x) not in (torch.Tensor, nn.Parameter)
+            if is_traced and not sys._getframe(1).f_code.co_filename.startswith((*OF_TORCH, "<eval", "<frozen")):
+                why = "forward uses .data of a tensor, which torch.export does not trace"
+                raise ProgramError(f"{why}; use detach(), or write in place in torch.no_grad()", Location.of_caller(_TORCH))
+            return access(x, *value)
+
+        return call
+
+    data: Any = torch.Tensor.data
+    try:
+        with (
+            replaced((nn.Module, "__setattr__", put)),
+            patch.object(torch.Tensor, "data", property(of_data(data.__get__), of_data(data.__set__)), create=True),
+        ):
+            yield
+    finally:
+        for held, names in before:
+            new = {name: held[name] for name in held.keys() - names}
+            for name in [name for name, value in new.items() if any(isinstance(one, FakeTensor) for one in pytree.tree_leaves(value))]:
+                del held[name]
 
 
 def without_code() -> AbstractContextManager[None]:
@@ -187,8 +228,9 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 def error_of_torch(name: str, error: Exception) -> ProgramError:
     """Converts any exception of torch's tracing to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
-        why = "a branch depends on the values of a tensor, which are not known at compile time; write it as tensor ops, such as torch.where"
-        return ProgramError(f"{name}: {why}", _line_of(error))
+        why = "a branch depends on the values of a tensor, which are not known at compile time"
+        kinds = "int(t), range(t.item()), and a dim or a number of parts from t.item() are branches, too"
+        return ProgramError(f"{name}: {why}; {kinds}; write it as tensor ops, such as torch.where", _line_of(error))
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
     remedy = "write other tensor ops, or pass example_inputs that the module takes"
     if found := re.search(r"(?:Found|input type) <class '(?:.*\.)?(\w+)'>", why):

@@ -50,8 +50,8 @@ def size_of(size: int | torch.SymInt) -> int | str:
     if isinstance(size, int):
         return size
     if free_unbacked_symbols(size):
-        why = "a size depends on a tensor, as in an index by a mask: the number of selected elements is known only at a call"
-        raise ProgramError.here(f"{why}; use torch.where(mask, x, 0), or indices by topk or argsort")
+        why = "a size depends on a tensor, as in x[mask] or torch.arange(t.item()), and is known only at a call"
+        raise ProgramError.here(f"{why}; use a fixed size with torch.where(mask, x, 0), or indices by topk or argsort")
     text = str(size.node.expr).replace("**", "^").replace("//", "/")
     text = f"({text})" if " " in text else text
     try:
