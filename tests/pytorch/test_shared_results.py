@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
 
 
 class Of(nn.Module):
@@ -114,6 +115,17 @@ def test_memory_is_shared_as_in_torch(name: str, training: bool) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_memory_of_compiled_programs_is_shared(training: bool) -> None:
     compare(CASES["a view of a result"], 1, training, 0)
+
+
+class Sized(nn.Module):
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.view(rows.item(), -1)
+
+
+def test_a_view_whose_size_depends_on_a_tensor_is_refused() -> None:
+    """A captured call returns the same view each time, so its size must not depend on values."""
+    with pytest.raises(ProgramError, match=r"^test_shared_results.py:\d+: a size depends on a tensor, .*; use a fixed size"):
+        hostweave.torch.compile(Sized(), hw.Mesh(tp=1), {}, (torch.ones(4, 4), torch.tensor(2)))
 
 
 def random_view(draw: random.Random, y: Any) -> Any:

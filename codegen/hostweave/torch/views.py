@@ -59,8 +59,9 @@ def _operands(chain: list[Any]) -> list[Node]:
 
 
 def _is_known(size: Node) -> bool:
-    """True if a call can compute a size from the shapes of arguments."""
-    return size.op == "placeholder" or (is_size(size) and all(map(_is_known, size.all_input_nodes)))
+    """True if a call can compute a size from the shapes of arguments. False for an element of a tensor."""
+    is_element = size.target is torch.ops.aten._local_scalar_dense.default
+    return size.op == "placeholder" or (is_size(size) and not is_element and all(map(_is_known, size.all_input_nodes)))
 
 
 def made_again(node: Any, value: Callable[[Any], Any]) -> Any:
