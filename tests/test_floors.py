@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
-from hostweave.communication.schedules import SCHEDULES
+from hostweave.communication.algorithms import ALGORITHMS
 from hostweave.host_ir import ir, tree
 from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
@@ -190,9 +190,9 @@ def test_names_of_targets_are_not_compared() -> None:
     assert not compared
 
 
-def test_schedules_are_not_compared() -> None:
-    """Code calls methods of schedules and transports, and does not compare them with particular ones."""
-    names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
+def test_algorithms_are_not_compared() -> None:
+    """Code calls methods of algorithms and transports, and does not compare them with particular ones."""
+    names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # "reduce" is also the name of a reshard to one rank
     compared = [

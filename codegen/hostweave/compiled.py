@@ -17,7 +17,7 @@ from hostweave.base.interrupts import interruptibly
 from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.sizes import default_sizes
-from hostweave.communication.schedules import need_optional_transport
+from hostweave.communication.algorithms import need_optional_transport
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import at_sizes, on_mesh

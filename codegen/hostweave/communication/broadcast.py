@@ -1,7 +1,7 @@
 """Algorithms broadcast and reduce: in each iteration, the owner of one block broadcasts the block, or receives its reduction."""
 
+from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
-from hostweave.communication.schedule import Lowering, Schedule
 from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr
@@ -33,5 +33,5 @@ class _Reduce(_Broadcast):
             branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(arriving, target)))
 
 
-BROADCAST = Schedule("broadcast", "all_gather", ((COLLECTIVES, _Broadcast),))
-REDUCE = Schedule("reduce", "reduce_scatter", ((COLLECTIVES, _Reduce),))
+BROADCAST = Algorithm("broadcast", "all_gather", ((COLLECTIVES, _Broadcast),))
+REDUCE = Algorithm("reduce", "reduce_scatter", ((COLLECTIVES, _Reduce),))

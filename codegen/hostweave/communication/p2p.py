@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from hostweave.communication.algorithm import LOCAL_FIRST, LOCAL_LAST, Algorithm, Lowering
 from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
-from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.steps import LoopSteps, chunk
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var
@@ -57,5 +57,5 @@ class _P2pScatter(_SendReceive):
         self.reduction.emit((self.landing,), own.part(self.b, self.values.buffer_of(name), dim, f"{name}_part"))
 
 
-GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _P2pGather),), LOCAL_FIRST, chunks_to_try=(1,))
-SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _P2pScatter),), LOCAL_LAST, chunks_to_try=(1,))
+GATHER = Algorithm("p2p", "all_gather", ((MESSAGES, _P2pGather),), LOCAL_FIRST, chunks_to_try=(1,))
+SCATTER = Algorithm("p2p", "reduce_scatter", ((MESSAGES, _P2pScatter),), LOCAL_LAST, chunks_to_try=(1,))

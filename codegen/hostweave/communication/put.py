@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hostweave.communication.algorithm import LOCAL_FIRST, LOCAL_LAST, Algorithm, Lowering
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_COPIES, Overlap
 from hostweave.communication.packing import branch, contiguous_source, split_terms
-from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk_shape
 from hostweave.fusion_ir.ir import Op
@@ -224,7 +224,7 @@ class _PutScatter(_Loop):
         self.reduction.emit(terms, target)
 
 
-class _Put(Schedule):
+class _Put(Algorithm):
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
         ranks, shard = overlap.ranks, overlap.size / overlap.ranks / machine.memory
         transfer = machine.link("get" if overlap.computed else "put", ranks).seconds(overlap.size / chunks)

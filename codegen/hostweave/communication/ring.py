@@ -6,8 +6,8 @@ from functools import partial
 
 from hostweave.base.errors import ProgramError
 from hostweave.communication import put
+from hostweave.communication.algorithm import LOCAL_FIRST, LOCAL_LAST, Algorithm, Lowering
 from hostweave.communication.packing import branch, group
-from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk, expr_of
 from hostweave.fusion_ir.ir import Op
@@ -159,5 +159,5 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(place))
 
 
-GATHER = Schedule("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _RingGatherByPuts)), LOCAL_FIRST)
-SCATTER = Schedule("ring", "reduce_scatter", ((MESSAGES, _RingReduceScatter), (SIGNALS, _RingReduceScatterByPuts)), LOCAL_LAST)
+GATHER = Algorithm("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _RingGatherByPuts)), LOCAL_FIRST)
+SCATTER = Algorithm("ring", "reduce_scatter", ((MESSAGES, _RingReduceScatter), (SIGNALS, _RingReduceScatterByPuts)), LOCAL_LAST)

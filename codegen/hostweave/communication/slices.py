@@ -1,8 +1,8 @@
 """Algorithms across shards: an iteration does one collective, or one move to another mesh, for a slice of every rank's shard."""
 
+from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.collective import CollectiveLowering
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication, communication_slowdown
-from hostweave.communication.schedule import Lowering, Schedule
 from hostweave.communication.steps import LoopSteps
 from hostweave.communication.transfers import send_and_receive
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS
@@ -20,7 +20,7 @@ class _Move(Lowering):
         send_and_receive(self.b, self.flow, op, lambda: values.operand(op, 0, steps), lambda: values.destination(op, steps), steps)
 
 
-class _Slices(Schedule):
+class _Slices(Algorithm):
     chunking = "across_shards"
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class _Slices(Schedule):
 
 
 _BY = ((COLLECTIVES, _Slice), (SIGNALS, _Slice))
-SCHEDULES = (
+ALGORITHMS = (
     *(_Slices(kind, kind, _BY) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
     _Slices("all_reduce", "all_reduce", _BY, chunks_to_try=(2, 4)),
     _Slices("collective_permute", "permute_shards", _BY),

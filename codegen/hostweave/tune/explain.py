@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 
 from hostweave.analysis.def_use import def_use
-from hostweave.communication.schedules import transport_of
+from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS

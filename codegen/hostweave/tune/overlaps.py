@@ -6,8 +6,8 @@ from itertools import takewhile
 from math import prod
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.algorithms import choosable
 from hostweave.communication.cost import Overlap, by_collective, by_copies
-from hostweave.communication.schedules import choosable
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
@@ -189,10 +189,10 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
         by = "get" if is_made else "put"
         found.append(Alternative(by, 1, _micros(overlap.outside(machine, by))))
     length, rest = divmod(candidate.size.bind(sizes), candidate.shards)
-    for schedule in choosable(op.kind, options, candidate.is_even):
-        for chunks in schedule.chunks(candidate.ranks):
+    for algorithm in choosable(op.kind, options, candidate.is_even):
+        for chunks in algorithm.chunks(candidate.ranks):
             if length and not rest and length % chunks == 0 and chunks <= (candidate.ranks if keys else MAX_STEPS):
-                found.append(Alternative(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
+                found.append(Alternative(algorithm.name, chunks, _micros(algorithm.seconds(overlap, machine, chunks))))
     return tuple(sorted(found, key=lambda one: one.micros))
 
 

@@ -1,4 +1,4 @@
-"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the algorithms (`Schedule`) of its reshards.
+"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the algorithms of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
+from hostweave.communication.algorithm import Algorithm
+from hostweave.communication.algorithms import NAMES, algorithms_of
 from hostweave.communication.chunk_loops import parts, shards
-from hostweave.communication.schedule import Schedule
-from hostweave.communication.schedules import NAMES, schedules_of
 from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.ir import CHUNKINGS, ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
@@ -198,14 +198,14 @@ class _Choice:
 
     # --- loops with communication ---
 
-    def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
-        """The chunking of the loop, and the schedule of each reshard. Both are empty if the loop has no communication.
+    def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:
+        """The chunking of the loop, and the algorithm of each reshard. Both are empty if the loop has no communication.
 
-        Raises ProgramError if no schedules fit, or if the chunking or algorithm that the user stated does not fit.
+        Raises ProgramError if no algorithms fit, or if the chunking or algorithm that the user stated does not fit.
         """
-        possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
+        possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
-            fitting = {name: [one for one in schedules if one.chunking == step] for name, (_, schedules) in possible.items()}
+            fitting = {name: [one for one in algorithms if one.chunking == step] for name, (_, algorithms) in possible.items()}
             by = {name: next((one for one in fits if one.name == stream.algorithm), fits[0]) for name, fits in fitting.items() if fits}
             rotations, names = {one.rotation for one in by.values()}, {one.name for one in by.values()}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
@@ -215,10 +215,10 @@ class _Choice:
             self.refuse(root, stream, possible)
         return "", {}
 
-    def schedules(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Schedule]:
-        """Schedules that support a reshard in the loop. Empty if the reshard exchanges blocks of the chunked dim.
+    def algorithms(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Algorithm]:
+        """Algorithms that support a reshard in the loop. Empty if the reshard exchanges blocks of the chunked dim.
 
-        Schedules by shard require a reshard of the chunked dim, and a number of chunks that is a multiple of the number of ranks.
+        Algorithms by shard require a reshard of the chunked dim, and a number of chunks that is a multiple of the number of ranks.
         """
         if self.moves_streamed_dim(member, change):
             return []
@@ -228,9 +228,9 @@ class _Choice:
         is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
         is_on_all_ranks = all(type.mesh is None for type in self.types.values())
         return [
-            schedule
-            for schedule, transport in schedules_of(change.kind, self.options)
-            if schedule.fits(change, transport, is_counted, is_on_all_ranks) and (by_shard or schedule.chunking == "across_shards")
+            algorithm
+            for algorithm, transport in algorithms_of(change.kind, self.options)
+            if algorithm.fits(change, transport, is_counted, is_on_all_ranks) and (by_shard or algorithm.chunking == "across_shards")
         ]
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
@@ -247,21 +247,21 @@ class _Choice:
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
         return apart and set(blocks.sent) | set(blocks.received) <= {1}
 
-    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, list[Schedule]]]) -> NoReturn:
+    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, list[Algorithm]]]) -> NoReturn:
         stated = ", ".join(f"{word}={value!r}" for word, value in (("chunking", stream.chunking), ("algorithm", stream.algorithm)) if value)
         transport = self.options.transport
         stated += f"transport={transport!r}" if transport != "auto" and not stated else ""
         remedies = [
-            f"the {kind} of %{name} can use {', '.join(f'{one.name} ({one.chunking})' for one in schedules)}"
-            if schedules
+            f"the {kind} of %{name} can use {', '.join(f'{one.name} ({one.chunking})' for one in algorithms)}"
+            if algorithms
             else f"the {kind} of %{name} cannot be divided into chunks"
-            for name, (kind, schedules) in possible.items()
+            for name, (kind, algorithms) in possible.items()
         ]
         if not possible:
             remedies = ["no op of the loop communicates, so leave the algorithm out"]
         elif transport != "auto":
             remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
-        elif not any(schedules for _, schedules in possible.values()):
+        elif not any(algorithms for _, algorithms in possible.values()):
             remedies.append("leave .stream out")
         raise ProgramError(
             f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hostweave.communication.schedules import transport_of
+from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates

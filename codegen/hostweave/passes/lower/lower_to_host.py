@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from hostweave.communication.algorithm import Lowering
+from hostweave.communication.algorithms import find_algorithm
 from hostweave.communication.chunk_loops import LoopPart, parts, shards
 from hostweave.communication.collective import permute, take_shard
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.put import PUTS
-from hostweave.communication.schedule import Lowering
-from hostweave.communication.schedules import find_schedule
 from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
@@ -104,7 +104,7 @@ class _Lowering:
 
     def streams_of(self, loop: ChunkLoop) -> int:
         count, op = loop.steps, loop.communication
-        stated = find_schedule(op.kind, op.result.walked.algorithm or "").max_streams if op else None
+        stated = find_algorithm(op.kind, op.result.walked.algorithm or "").max_streams if op else None
         most = stated or self.options.streams
         return min(most, self.options.streams, int(count) if count.is_int else most)
 

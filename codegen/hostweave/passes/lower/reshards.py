@@ -1,11 +1,11 @@
-"""Lowers reshards: to a move between meshes, to a collective, or to the steps of a schedule in a chunk loop."""
+"""Lowers reshards: to a move between meshes, to a collective, or to the steps of an algorithm in a chunk loop."""
 
 from collections.abc import Sequence
 
+from hostweave.communication.algorithm import Lowering
+from hostweave.communication.algorithms import find_algorithm
 from hostweave.communication.collective import CollectiveLowering, gather_apart
 from hostweave.communication.packing import TermReduction
-from hostweave.communication.schedule import Lowering
-from hostweave.communication.schedules import find_schedule
 from hostweave.communication.steps import Dataflow, LoopSteps
 from hostweave.communication.transfers import Transfers
 from hostweave.fusion_ir.ir import ChunkLoop, Op
@@ -26,8 +26,8 @@ class Reshards:
         """Creates the lowerings of the reshards in a loop. Returns the first, or None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
-            schedule = find_schedule(ops[0].kind, ops[0].result.walked.algorithm or "")
-            lowering = schedule.lowering(self.b.carrying(*schedule.needs))
+            algorithm = find_algorithm(ops[0].kind, ops[0].result.walked.algorithm or "")
+            lowering = algorithm.lowering(self.b.carrying(*algorithm.needs))
             scheduled = lowering(self.b, self.flow, self.buffers, ops, steps, made, self.reduction(ops[0]))
             self.scheduled |= dict.fromkeys((op.result.name for op in ops), scheduled)
         return self.scheduled[all[0].result.name] if all else None

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from hostweave.communication.algorithm import Lowering
 from hostweave.communication.packing import branch, packed_destination, per_step
-from hostweave.communication.schedule import Lowering
 from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Op, Value

@@ -1,10 +1,10 @@
-"""Interface of schedules: algorithms that move the chunks of one reshard in a loop. `schedules.py` lists all schedules.
+"""Interface of the algorithms that move the chunks of one reshard in a chunk loop. `algorithms.py` lists all algorithms.
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p for all_gathers. A schedule says which reshards it supports, and predicts the time of a loop. Its `Lowering` emits the
-instructions before the loop, in an iteration, and after the loop.
+uses the algorithm p2p for its all_gather. An algorithm says which reshards it supports, and predicts the time of a loop. Its `Lowering`
+emits the instructions before the loop, in an iteration, and after the loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Algorithm:
     """An algorithm for the communication of a chunk loop, for one kind of reshard."""
 
     name: str  # the user's `algorithm=`
     kind: str
     # pairs: the required instructions of the channel's transport, and the lowering that uses them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
-    rotation: str | None = None  # when a rank computes its own block
+    rotation: str | None = None  # when a rank computes its own block; None: all ranks compute the blocks in one order
     max_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options
     chunks_to_try: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"
@@ -48,7 +48,7 @@ class Schedule:
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if the schedule supports a reshard on a transport. `is_counted` is True if the number of iterations is known."""
+        """True if the algorithm supports a reshard on a transport. `is_counted` is True if the number of iterations is known."""
         needs_count = self.lowering(transport).needs_count
         is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
         return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
@@ -66,7 +66,7 @@ class Schedule:
         return overlap.in_chunks(machine, chunks, own, transfer, slower, MATMUL_SLOWDOWN_BY_KERNELS, added)
 
     def lowering(self, transport: Transport) -> type[Lowering]:
-        """Returns the class that lowers the schedule on a transport."""
+        """Returns the class that lowers the algorithm on a transport."""
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 
 
@@ -89,7 +89,7 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """Name of the matmul result that is accumulated onto arriving sums, if the schedule itself emits this matmul. Otherwise None."""
+        """Name of the matmul result that is accumulated onto arriving sums, if the algorithm itself emits this matmul. Otherwise None."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
