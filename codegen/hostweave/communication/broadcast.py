@@ -22,7 +22,7 @@ class _Broadcast(Lowering):
 
 
 class _Reduce(_Broadcast):
-    """The owner of the iteration's block receives the reduction. Other ranks do not write dst."""
+    """The owner of the iteration's block receives the reduction. The instruction writes no memory of other ranks."""
 
     def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)

@@ -139,7 +139,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has computed the chunks of other ranks, sent them one by one, and then computed its own chunks."""
+    """Seconds until the rank has sent the chunks of other ranks one by one, and has computed all chunks, its own chunks last."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -23,8 +23,8 @@ If a gather's result is in a window and its operand is not, each rank puts the o
 Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again: in a CUDA graph,
 the next signal may be sent only after the receiver has waited for the previous one.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces them. In an all_reduce of a small tensor, each rank
-instead gets all terms of all blocks. All ranks reduce the terms in rank order, so that their results are rounded equally.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces them. In an all_reduce of a small or uneven tensor,
+each rank instead gets all terms of all blocks, and reduces them in rank order, so that all ranks round equally.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,7 @@ class OneSidedCollectives(Signals):
     ) -> None:
         """Gets data from each peer. `buffers_of_peer` returns the source on the peer and the destination here.
 
-        `along` is the dim of the destination in which only the peer's block is written, if blocks may differ in size.
+        If blocks may differ in size, `along` is the dim of the destination that is split into blocks. A get then writes one block.
         """
         self.signal(src)
         copy_own()

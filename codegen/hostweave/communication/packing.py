@@ -80,8 +80,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the blocks along its outermost dim, or `full` if its blocks are already contiguous in rank order. `block` is the
-    type of a block. If `block` is None, the ranks are an additional dim of the view."""
+    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already contiguous in rank order. `block` is the type
+    of a block. If `block` is None, the result is always a view."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

@@ -26,7 +26,7 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring of sends and recvs. A rank sends a chunk from the buffer in which the chunk arrived."""
+    """Ring in which a rank sends a chunk from the buffer in which the chunk arrived, by default with send and recv."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
         """Emits a send of chunks to the next rank, a receive of the chunks of a later iteration from the previous rank, and a record of
@@ -47,7 +47,7 @@ class _ForwardingRing(_Ring):
         """Buffer for the chunk that the previous rank sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # shards are contiguous in memory
+        if name in values.by_step and name != self.adds:  # each chunk is contiguous in this buffer
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -148,8 +148,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put of the chunk that this rank received one shard earlier. While the first shard of a peer arrives, emits a put of the
-        rank's own chunk."""
+        """Emits a put to the next rank of the chunk that arrived one shard earlier. In iterations for the first peer shard, no chunk has
+        arrived yet, and the put sends this rank's own chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

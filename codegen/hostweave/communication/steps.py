@@ -125,7 +125,7 @@ class LoopSteps:
 
     @property
     def distance(self) -> Expr:
-        """Distance from this rank to the owner, in a loop by shard: the number of shards that earlier iterations covered."""
+        """Number of shards that earlier iterations covered, in a loop by shard. `Lowering.owner` derives the owner from this number."""
         return self.index // expr_of(self.subchunks)
 
     @property
