@@ -45,7 +45,7 @@ def check(
       accesses before and after the call are included.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
-    - A rank does not order two communications on different channels, or on one channel if a generated kernel does one of them.
+    - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.

@@ -22,7 +22,7 @@ TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):
-    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm, c + d e is its argument. Otherwise c is 0."""
+    """A float with five parts: shadow, a, b, c and d. For a logarithm, or a sum with one, c + d e is its exp. For other floats, c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5
@@ -36,7 +36,7 @@ class Dual(Real):
         return cls(shadow, a, b, np.zeros_like(a), np.zeros_like(a))
 
     def _exponential(self) -> tuple[Part, Part]:
-        """exp(self): the argument of a logarithm, otherwise 1 + a e."""
+        """exp(self): c + d e if c is not 0, otherwise 1 + a e."""
         _, a, _, c, d = self.parts
         return np.where(c != 0, c, field.ONE), np.where(c != 0, d, a)
 

@@ -83,7 +83,7 @@ class Functions:
         return x.negative() if isinstance(x, Real) else Exact(-x.value)
 
     def power(self, x: Any, y: Any) -> Any:
-        """A product for integer powers. Otherwise a random function of both operands."""
+        """The exact power of ints. For floats, a product if the exponent is an integer from 0 to 64, otherwise a random function."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
         exponent = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None

@@ -80,7 +80,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
 
 
 def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """Maps each integer input that has positions, lengths or offsets to this role and the upper bound of its values."""
+    """Maps each integer input with a role, such as positions, to the role and the upper bound of its values."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, bound in _index_roles(fusion, sizes):
         if role != XORED or name not in found:
@@ -90,8 +90,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If an op only moved the elements of
-    another value, yields the name of that value."""
+    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If an op only
+    moved the elements of another value, yields the name of that value."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

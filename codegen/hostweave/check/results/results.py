@@ -99,8 +99,8 @@ def difference(
     """The first difference between a host program and its fusion, at the sizes of `expected`.
 
     In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run. After a
-    difference, a second run therefore uses exp(a + b) = exp(a) exp(b). If other instructions also read log-sum-exps, a correct program may
-    differ in both runs. The values in f64 then decide.
+    difference, a second run therefore uses exp(a + b) = exp(a) exp(b). If an instruction other than the backward pass of attention reads
+    log-sum-exps, a correct program may differ in both runs. The values in f64 then decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
