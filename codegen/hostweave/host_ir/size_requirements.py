@@ -155,7 +155,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Numbers that must divide sizes because of loops that the compiler chose. Empty if there are none. Loops of the user do not count."""
+    """Numbers that must divide sizes if the program has chunk loops that the compiler chose. Empty without such loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

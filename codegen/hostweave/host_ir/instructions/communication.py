@@ -33,8 +33,8 @@ class Collective(Communication):
 
     posts = "collective"
     sends_blocks: ClassVar[bool] = False  # each receiver gets a different block of every sender's buffer
-    sent_along: int | None = None  # dim of src that the blocks split
-    received_along: int | None = None  # dim of dst that the blocks split
+    sent_along: int | None = None  # dim of src that is split into blocks
+    received_along: int | None = None  # dim of dst that is split into blocks
 
     @property
     def is_shared(self) -> bool:
@@ -61,7 +61,7 @@ class Reduction(Collective):
 
 
 class PointToPoint(Communication):
-    """A send, which matches a recv of its peer, or a recv."""
+    """A send or a recv. A send matches a recv of its peer."""
 
 
 class Routed(PointToPoint):

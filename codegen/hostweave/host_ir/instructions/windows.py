@@ -17,7 +17,7 @@ class OneSided(Communication):
     """
 
     peer: Expr
-    received_along: int | None = None  # dim of dst in which only the peer's block is written
+    received_along: int | None = None  # dim of dst that is split into blocks; only the peer's block is written
 
 
 class Signalled(OneSided):
