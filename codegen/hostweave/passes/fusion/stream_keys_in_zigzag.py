@@ -28,7 +28,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """Chooses how to gather the keys and values of causal attention in zigzag, if all sizes are known and no other op reads them."""
+    """Chooses how to gather keys and values of causal attention in zigzag, if all sizes are known and only this attention reads them."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)

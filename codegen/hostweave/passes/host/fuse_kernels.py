@@ -192,7 +192,7 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """Fused launches of all consumers, if all may recompute the results, otherwise of the first. Or the reason why nothing is fused."""
+        """Fused launches: of all consumers if they may recompute the results, otherwise of the first. A text says why nothing is fused."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}

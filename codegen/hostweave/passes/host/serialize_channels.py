@@ -35,7 +35,7 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Orders all pairs of communications on different channels, and all signals on one channel."""
+    """Orders the communications that a rank must order and does not, as `unordered_instructions` finds them."""
     if not (in_turn := unordered_instructions(program)):
         return program
 

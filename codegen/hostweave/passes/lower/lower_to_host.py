@@ -344,8 +344,8 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul, in a loop if there is a batch dim. The field `from` of the instruction is the global index of this rank's
-        first row."""
+        """Emits a grouped matmul, in a loop if there is a batch dim. The field `first` of the instruction is the global index of this
+        rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
         mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]
