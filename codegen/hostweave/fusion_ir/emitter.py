@@ -41,7 +41,7 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result: `of`, then `word`. The defaults are the replaced result and the kind of op.
+        """Emits an op and returns the name of its result, such as `of_word`. By default, `of` is the replaced result, and `word` the kind.
 
         `like` is a type with the properties of the result that the operands do not determine, such as the shape after a reshape.
         """

@@ -16,11 +16,11 @@ class IndexMap:
     """Labels of an op's dims. Dims with the same label, in operands and result, share an iteration index.
 
     The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks a
-    dim of one element that is broadcast, new, or kept after a reduction. None also marks a dim that cannot be sharded, because the op
-    slices, pads or concatenates the dim.
+    dim of one element that is broadcast, new, or kept after a reduction. None also marks a dim that cannot be sharded, such as a dim that
+    the op slices, pads or concatenates.
 
-    - `outer`: labels of dims that a reshape splits or merges. Only the outermost of these dims has the label, and can be sharded. No chunk
-      loop can split this dim.
+    - `outer`: labels of dims that ranks can split, but chunk loops cannot. Of the dims that a reshape splits or merges, only the outermost
+      has such a label.
     - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Only this number of ranks can split the dim:
       each rank has one block.
     - `unwalked`: labels of dims over which no loop can iterate: the accessed elements depend on data, or the op needs all elements at once.

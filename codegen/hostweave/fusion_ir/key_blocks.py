@@ -29,7 +29,7 @@ class BlockWriter(OpRewriter):
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
             powers = self.make("exp", self.make("subtract", lses, shift))
-            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # at least exp(0)
+            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # not 0 if a row sees no key
         largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)

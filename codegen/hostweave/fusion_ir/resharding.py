@@ -231,8 +231,8 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """Reduces a partial value on its mesh, and then transfers it. The reduction is an all_reduce, a reduce_scatter along a dim of
-    `_scattered`, or a reduce to one rank per process group."""
+    """Plans a reduction of a partial value on its mesh, and then a transfer. The reduction is an all_reduce, a reduce_scatter along a dim
+    of `_scattered`, or a reduce to one rank per process group."""
     if target.partial:
         return None
     assert source.partial is not None

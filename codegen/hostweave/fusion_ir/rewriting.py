@@ -128,7 +128,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # shardings of groups come from the repeat's function
+    groups = made.returned or (None,) * len(made.outputs)  # the function of a repeat determines the shardings of groups
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
@@ -138,7 +138,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
     """The traced program on a mesh with the same axes and new sizes.
 
-    Raises ProgramError if a tensor is on a mesh of some ranks.
+    Raises ProgramError if a tensor has another mesh than the program.
     """
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"

@@ -74,9 +74,9 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Checks that the source compiles for the CPU target, which runs a kernel on one thread.
+    """Checks that the source suits the CPU target, which runs a kernel on one thread.
 
-    Raises ProgramError if the source uses threads or other GPU features.
+    Raises ProgramError if the source uses threads or other GPU features, and has no separate function for the CPU target.
     """
     if kernel.cpu:
         return

@@ -331,7 +331,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:
-        sums = hw.maximum(sums, 1.0)  # at least 1, because the largest term is exp(0)
+        sums = hw.maximum(sums, 1.0)  # not 0 if a row sees no column
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 

@@ -60,10 +60,10 @@ def record(
     """Records one op and returns its result. `target` has those parts of the result type that the user stated.
 
     An op without operands is recorded in the trace of the tensor `beside`, or in the trace of the function that is being traced. `callee`
-    is the function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in messages, by
-    default its kind.
+    is the function of a call, and `user_kernel` the C++ of a kernel. Messages call an op without operands `written`, by default its kind.
 
-    Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
+    Raises ProgramError if an operand is not a tensor of this fusion, if the operands' types do not match, or if a size of `target` is
+    unknown. For an op without operands, also raises ProgramError if no function is being traced.
     """
     location, operands = Location.of_caller(), with_ints(operands)
     for operand in operands:

@@ -49,7 +49,7 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # value -> the group or stack that contains it, and its index there
+        self.element: dict[str, tuple[str, int]] = {}  # value -> the group or stack (see `runs`) that contains it, and its index there
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}

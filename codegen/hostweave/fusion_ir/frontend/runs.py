@@ -178,7 +178,7 @@ class Runs:
         return None
 
     def placed(self, run: Run, at: int) -> tuple[Column, TensorType] | None:
-        """Results and type of the reshards of a result, if the only uses are reshards to one type. The function can then reshard."""
+        """The reshards of a result, and their type, if the only uses are reshards to one type. The function can then do the reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)

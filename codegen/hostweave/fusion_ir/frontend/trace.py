@@ -109,7 +109,7 @@ class Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
 
         - `chunks` is the number of iterations. If it is omitted, each index is one iteration.
-        - `chunking` is `by_shard` (a chunk is one rank's shard) or `across_shards` (a slice of every shard).
+        - `chunking` is `by_shard` (a chunk is one rank's shard or a part of it) or `across_shards` (a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put, broadcast, reduce or all_gather.
 
         The compiler chooses `chunking` and `algorithm` if they are omitted. In loops by shard, ranks exchange shards in the order of ring

@@ -37,7 +37,7 @@ def carried_by(op: Op) -> dict[int, int]:
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Maps each lagged operand of a repeat to the operand that replaces it in the first call."""
+    """Maps each lagged operand of a repeat to the operand that replaces it in call 0."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
@@ -68,8 +68,8 @@ def _first_type(op: Op) -> TensorType:
 def _repeat(types: Types, op: Op) -> TensorType:
     """Type of the first result of a repeat, which calls a function `depth` times. Call i gets tensor i of each operand in `each`.
 
-    Operands in `carried` are results of the previous call. For an operand in `lagged`, call i gets tensor i - 1 of the stack or group. The
-    first call gets an additional operand from the end of the operand list.
+    Operands in `carried` are results of the previous call. For an operand in `lagged`, call i gets tensor i - 1 of the stack or group. Call
+    0 gets an additional operand from the end of the operand list.
     """
     function = op.callee
     assert function is not None

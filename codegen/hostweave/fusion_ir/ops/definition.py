@@ -59,7 +59,7 @@ class OpDef:
     # C++ for one element: operands {0}, {1}, ..., literals such as {T:0.5} in the compute type, and C library functions such as {std:exp}.
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
-    cpp_of_ints: str = ""  # C++ for ints, if it differs
+    cpp_of_ints: str = ""  # C++ for ints and bools, if it differs
     prepared: str = ""  # C++ type that precomputes the work on an f32 last operand, once for all elements that share the operand
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
     lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
@@ -70,14 +70,14 @@ class OpDef:
     parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # start of each operand in the result, by dim
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction
-    locates: bool = False  # the reduction returns a position, even if there is only one element
+    locates: bool = False  # the reduction returns a position, so it is not the identity on one element
 
     # Shardings follow from the index map and the following fields.
     partial: str = ""  # reduction that combines the ranks' results if a reduced dim is sharded; "": a rank needs the whole dim
     linear: str = ""  # the op is linear in its first operand (first), in each operand (factors), or in all operands together (terms)
     is_exact: bool = False  # a partial sum is not rounded: at most one term is not zero, or the op itself adds in the result's dtype
     last_is_first: bool = False  # for shardings, the last operand takes precedence
-    # types of result and operands that a called function, a user kernel or the user states
+    # types of the result and operands, if they are stated: by a called function, a user kernel, or the user
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None
     # mesh axes of each result dim, if the index map cannot express them
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = None
