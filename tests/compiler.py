@@ -31,14 +31,13 @@ HEADERS_OF = {
 }
 
 # Script that adds options to each kind of command. It passes all other commands to the compiler unchanged. The gold linker, if it is
-# available, halves the link time. Without the standard libraries, linking takes half of the rest; the loader finds their symbols, because
-# the runtime library needs these libraries too.
+# available, halves the link time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
 *" {library} "*) exec {compiler} "$@" {library_level} ;;
 {cases}
-*" -shared "*) exec {compiler} {linker} -nodefaultlibs "$@" -lgcc ;;
+*" -shared "*) exec {compiler} {linker} "$@" ;;
 *) exec {compiler} "$@" ;;
 esac
 """
