@@ -187,9 +187,9 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ("K", "--sizes K: K: write NAME=NUMBER, with commas between several"),
+        ("K", "--sizes K: K: is not a size; write NAME=NUMBER, with commas between several"),
         ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: too large for any memory; pass the size of a call"),
-        ("m=1,K=x", "--sizes m=1,K=x: K=x: write NAME=NUMBER, with commas between several"),
+        ("m=1,K=x", "--sizes m=1,K=x: K=x: is not a size; write NAME=NUMBER, with commas between several"),
         ("M=8", "ag_matmul_p2p: Options: sizes: no size named M; the sizes of the program: m, K, N"),
     ],
 )
@@ -270,7 +270,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
     def set_to(setting: str, program: str = P2P) -> str:
         return mistake_of(capsys, "inspect", program, "--set", setting)
 
-    assert set_to("D") == "--set D: write NAME=VALUE"
+    assert set_to("D") == "--set D: there is no '='; write NAME=VALUE"
     assert set_to("Q=1") == "seeds.py: no top-level constant 'Q' to set"
     assert set_to("D=x") == "--set D=x: x is not a Python literal; quote a string twice, as in NAME='\"text\"'"
     assert set_to("D=0").endswith("mesh axis x has size 0: it must be an int of at least 1")
@@ -301,12 +301,12 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
     assert "measured on cpu, the median of 20 calls" in out
     assert "  matmul y_i: predicted " in out
     assert mistake_of(capsys, *measured, "--sizes", "m=32") == "--measure: no size for K, N; give --sizes K=1024,N=1024"
-    assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; leave --ranks out")
+    assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; omit --ranks")
     hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
     assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
     assert "has more ranks than one host has GPUs" in mistake_of(capsys, *hosts)
     assert mistake_of(capsys, *hosts, "--network", "fast") == "--network fast: write two numbers, as in --network 45e9,5e-6"
-    assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: x: write NAME=NUMBER")
+    assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: x: is not a size; write NAME=NUMBER")
     assert "has no axis tp; its axes: x" in mistake_of(capsys, "timeline", P2P, "--ranks", "tp=4", *to)
 
 

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     program, target, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(3))
-    what = "a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text"
+    what = "a fusion in a Python file, an example (seeds:ag_matmul_p2p), or a .hw file with IR text"
     program.add_argument("program", metavar="FILE.py:FUSION", help=what)
     program.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
     program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, for the compiler's choices")
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline = add("timeline", _timeline, timeline_help, program, target)
     timeline.add_argument("--measure", action="store_true", help="also run all ranks here on random arrays of --sizes, and measure them")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
-    network = "network of a GPU to other hosts of 8 GPUs: bytes per second, and seconds; needed for more than 8 ranks"
+    network = "network between hosts of 8 GPUs: bytes per second of a GPU, and seconds of latency; needed for more than 8 ranks"
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
@@ -146,7 +146,7 @@ def _load(options: argparse.Namespace) -> Any:
     for setting in options.set:
         name, equals, value = setting.partition("=")
         if not equals:
-            raise HostweaveError(f"--set {setting}: write NAME=VALUE")
+            raise HostweaveError(f"--set {setting}: there is no '='; write NAME=VALUE")
         try:
             constants[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -233,7 +233,7 @@ def _timeline(options: argparse.Namespace) -> None:
     figures = replace(made.figures, network=_network(options.network)) if options.network else made.figures
     if options.measure:
         if options.ranks:
-            raise HostweaveError("--measure: runs the program on its own mesh; leave --ranks out, and set the mesh by --set")
+            raise HostweaveError("--measure: runs the program on its own mesh; omit --ranks, and set the mesh by --set")
         report = made.timeline(machine=figures, **random_inputs(program, settings.sizes))
     else:
         ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
@@ -290,7 +290,7 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
         if not equals or not value.strip().isdigit():
-            raise HostweaveError(f"{option} {text}: {setting}: write NAME=NUMBER, with commas between several")
+            raise HostweaveError(f"{option} {text}: {setting}: is not a size; write NAME=NUMBER, with commas between several")
         if len(value) > 2 * len(str(MAX_SIZE)) or int(value) > MAX_SIZE:
             raise HostweaveError(f"{option} {name.strip()}={value[:20]}: too large for any memory; pass the size of a call")
         sizes[name.strip()] = int(value)
