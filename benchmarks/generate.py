@@ -1,4 +1,4 @@
-"""Milliseconds per token of `generate` at Llama 3 8B shapes, compared with transformers with a compiled decoder and static cache.
+"""Milliseconds per token of `generate` at Llama 3 8B shapes, compared with transformers.
 
 `torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on all
 GPUs, and launches one CUDA graph per token. transformers runs on one GPU, with a static cache and a decoder that torch compiles. The time
@@ -22,7 +22,7 @@ import hostweave.torch
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), ("o_proj", "down_proj")
 PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
-PROMPT, FEW, MANY = 128, 16, 64  # FEW and MANY use caches of the same length
+PROMPT, FEW, MANY = 128, 16, 64  # `generate` rounds the length of the cache up to 192 for FEW and for MANY
 
 
 def llama(is_tiny: bool, layers: int, device: str) -> Any:

@@ -39,7 +39,7 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, in
   } while (0)
 
 using bf16 = __nv_bfloat16;
-using Call = std::function<void()>;  // enqueues the measured work, forked from the rank's main stream and joined to it
+using Call = std::function<void()>;  // enqueues the measured work; other streams fork from the rank's main stream, and join it
 constexpr size_t KiB = 1 << 10, MiB = 1 << 20, kLargestShard = 256 * MiB, kBlasWorkspace = 32 * MiB;
 constexpr int kWarmups = 3, kRepetitions = 15, kCallsInARow = 20, kSignals = 64, kCreditSignal = 63;
 constexpr int kBlocks = 1056,

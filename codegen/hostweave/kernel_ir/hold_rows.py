@@ -11,8 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. Some
-blocks then load rows while another block waits for a reduction.
+If threads hold few accesses, and some are of computed values or blocks are large, the C++ compiler must leave registers for several blocks
+per multiprocessor. Some blocks then load rows while another block waits for a reduction.
 
 In a kernel that does an all-reduce, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
