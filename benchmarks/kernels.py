@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure. Its function takes the library, Hostweave or torch, as `ops`, so that both compute the same."""
+    """A kernel to measure. `compute` takes the library, Hostweave or torch, as `ops`, so that both compute the same."""
 
     name: str
     compute: Callable[..., Any]

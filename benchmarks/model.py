@@ -7,7 +7,7 @@ The projections of transformers' model are sharded by this script, because the p
 of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` measures only Hostweave on 2 GPUs, in
 less than a minute; `model.py 2 transformers` measures only transformers.
 
-`model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
+`model.py parts` measures lower bounds for the time of a decode step on one GPU: times of the matmuls of a step, the matmuls with attention,
 the matmuls by torch, and a copy. The copy reads and writes as many bytes in total as the weights and the cache have. Shapes are those of
 one GPU, and of one of two ranks. Each time is printed with the copy's time divided by this time.
 """

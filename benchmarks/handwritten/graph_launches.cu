@@ -90,9 +90,9 @@ int main() {
       {"waits", 50, [&] { wait(main); }},
       {"a kernel, then a write", 50, [&] { kernel(main), write(main); }},
       {"a kernel, then a copy", 50, [&] { kernel(main), copy(main); }},
-      {"a kernel beside a kernel", 50, [&] { order(main, side), kernel(main), kernel(side), order(side, main); }},
-      {"a kernel beside a copy", 50, [&] { order(main, side), kernel(main), copy(side), order(side, main); }},
-      {"a kernel beside a wait, a copy and a write", 50,
+      {"a kernel on each of two streams", 50, [&] { order(main, side), kernel(main), kernel(side), order(side, main); }},
+      {"a kernel, and a copy on a second stream", 50, [&] { order(main, side), kernel(main), copy(side), order(side, main); }},
+      {"a kernel, and a wait, a copy and a write on a second stream", 50,
        [&] { order(main, side), kernel(main), wait(side), copy(side), write(side), order(side, main); }},
   };
   for (const Case& one : cases) {

@@ -153,7 +153,7 @@ class Server {
   }
   ~Server() { cudaGraphExecDestroy(graph_); }
 
-  // Returns the answer to a request, in device memory. It is valid until the next request.
+  // Returns the answer to a request, in device memory. The answer is valid until the next request.
   const Array& answer(const float* request) {
     x_->set(request);
     HW_CHECK(cudaGraphLaunch(graph_, first_));

@@ -1,5 +1,5 @@
-// Program `set` of examples/single_device.py, written by hand. It makes only the library calls of the generated program.
-// Additional host time of the generated program is the overhead of its other code.
+// Program `set` of examples/single_device.py, written by hand, with only the library calls of the generated program.
+// The generated program takes additional host time for all other code.
 #pragma once
 #include <cuda_runtime_api.h>
 
