@@ -143,7 +143,7 @@ class Program:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Generated files as a mapping from path to text. They depend on `figures`, but not on the target."""
+        """Generated files as a mapping from path to text. The files depend on `figures`, but not on the target."""
         return self.compiled.sources
 
     @property
@@ -233,7 +233,7 @@ class Program:
 
     @checked
     def bind(self, **arrays: Any) -> Program:
-        """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
+        """Returns a program with these inputs bound. Calls of the new program take only the other inputs, by position or name.
 
         Bound arrays are checked only once, so calls are faster. Bound arrays are local if the program is called, and global
         arrays if `run` is. A call reads a bound array in place, and so sees later writes to the array. `run` may instead reuse the local

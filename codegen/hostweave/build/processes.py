@@ -51,7 +51,7 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _guarded_group() -> Iterator[int]:
-    """Creates a process group that is killed when this process ends. Its first process is a shell that does the killing."""
+    """Creates a process group that is killed when this process ends. A shell in the group does the killing."""
     read_end, write_end = os.pipe()
     devnull = subprocess.DEVNULL
     try:

@@ -57,9 +57,9 @@ class Toolchain:
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Returns the command that links objects into a shared library. Its rpath has the folders of the libraries that it needs.
+        """Returns the command that links objects into a shared library. The rpath has the folders of all needed libraries.
 
-        The rpath omits libraries with a `soname`, because the process loads these libraries first.
+        Libraries with a `soname` are not on the rpath, because the process loads these libraries first.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)

@@ -23,7 +23,7 @@ NEEDED_PACKAGES = {
 }
 
 
-RUNS_ALL = "figures"  # this benchmark runs all other benchmarks
+RUNS_ALL = "figures"  # this benchmark runs most other benchmarks
 
 
 def benchmark_names() -> list[str]:
@@ -42,7 +42,7 @@ def benchmark_list() -> Iterator[dict[str, str | bool]]:
 def bench(names: Sequence[str]) -> int:
     """Runs the named benchmarks. Returns the last non-zero exit status, or 0.
 
-    Without names, runs all benchmarks that this machine can run, except for `figures`, which itself runs all other benchmarks.
+    Without names, runs all benchmarks that this machine can run, except for `figures`, which itself runs most of them.
 
     Raises HostweaveError if a name is unknown, or if a named benchmark needs more GPUs or a missing package.
     """

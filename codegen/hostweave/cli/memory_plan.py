@@ -77,7 +77,7 @@ class ArenaEvents:
         self.pools: dict[str, int] = {}
 
     def new(self, count: int = 1) -> slice:
-        """Returns the indices of the next `count` buffers. They must be allocated in this order."""
+        """Returns the indices of the next `count` buffers. The buffers must be allocated in this order."""
         self.count += count
         return slice(self.count - count, self.count)
 
@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. They need a workspace from the arena, because only the program's own streams have workspaces."""
+    """Matmuls on the caller's stream. Such a matmul needs a workspace in the arena, because only streams of the program have workspaces."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

@@ -26,10 +26,10 @@ class Tolerance:
 
 
 def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
-    """Tolerance for a result of this dtype, if inputs have magnitudes of about 1 and random signs. It is 0 for integers and bools.
+    """Tolerance for a result of this dtype, if inputs have magnitudes of about 1 and random signs: 0 for integers and bools.
 
     - `reduction_length` n is the number of products or elements that one sum has.
-    - `terms` D is the number of partial sums, one per rank. They are rounded to the dtype before they are added.
+    - `terms` D is the number of partial sums, one per rank. Each is rounded to the dtype before the sums are added.
     - `scores` is the sum of m c (see below) over the softmaxes on which the value depends.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
@@ -42,8 +42,8 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Adding them gives D - 1 sums of size up to sqrt(n), which are
       also rounded. If all errors have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
-    - Scores of a softmax are sums of m products times a scale c. Their error is 2 a m c. A weight exp(score) then has the relative error
-      2 a m c, and so has a mean with these weights. A sum of n means has an error of 2 a m c sqrt(n).
+    - Scores of a softmax are sums of m products times a scale c. A score has the error 2 a m c. The relative error of a weight exp(score)
+      is then 2 a m c, and so is that of a mean with these weights. A sum of n means has an error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
@@ -101,7 +101,7 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
 
 
 def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> float:
-    """Computes m c, as `tolerance` defines it, for the softmax of an op. It is 0 if the op has no softmax."""
+    """Computes m c, as `tolerance` defines it, for the softmax of an op. Returns 0 if the op has no softmax."""
     operands = operand_types(op, types)
     lengths = [operands[operand].shape[dim].bind(sizes) for operand, dim in OPS[op.kind].scores_add_up]
     if not lengths:

@@ -6,7 +6,7 @@ gets
 
     outside: %s, %r
 
-A thread computes these values once per row. It also computes the reciprocal of a hoisted divisor once, which makes divisions cheap. In a
+A thread computes these values once per row. The thread also computes the reciprocal of a hoisted divisor once, so divisions are cheap. In a
 pointwise kernel, or if each element of a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a
 concat or pad is not hoisted, because a condition guards it.
 """

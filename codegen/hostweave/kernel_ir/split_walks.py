@@ -1,4 +1,4 @@
-"""Splits the loops over reduced dims into walks. Each walk is a loop nest. It computes the reductions that depend only on earlier walks.
+"""Splits the loops over reduced dims into walks. Each walk is a loop nest for the reductions that depend only on earlier walks.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 

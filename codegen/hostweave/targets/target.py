@@ -1,4 +1,4 @@
-"""Interface of targets. Each target is a file of this folder with an object `TARGET`. Callers use its methods and never compare names."""
+"""Interface of targets. Each target is a file of this folder with an object `TARGET`. Callers use this object and never compare names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache

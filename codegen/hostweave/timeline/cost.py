@@ -186,7 +186,7 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Work of a group. Its sends overlap with its recvs, so the slower direction determines the time. Its collectives run one after
+    """Work of a group. Sends overlap with recvs, so the slower direction determines the time. Collectives of a group run one after
     another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:

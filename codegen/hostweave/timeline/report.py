@@ -91,8 +91,8 @@ class Report:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Writes the report to a file. Its ending selects the format: `.html` (a page that needs no network), `.json` (for Perfetto) or
-        `.svg`.
+        """Writes the report to a file. The ending of `path` selects the format: `.html` (a page that needs no network), `.json` (for
+        Perfetto) or `.svg`.
 
         Raises ArgumentError for any other ending, and for a file that cannot be written.
         """
@@ -123,7 +123,7 @@ class Report:
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
-    """Returns the events of these ranks by index. Their dependencies are reduced to events of these ranks."""
+    """Returns the events of these ranks by index. Dependencies on events of other ranks are omitted."""
     known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
     met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
     return {

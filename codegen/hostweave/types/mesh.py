@@ -24,7 +24,7 @@ class Mesh:
 
     Raises ProgramError if an axis has no name, a repeated name or a size below 1, or if there are more than 65536 ranks.
 
-    Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. Its process group along `tp` is ranks 4 to 7.
+    Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. The process group of rank 6 along `tp` is ranks 4 to 7.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -175,7 +175,7 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if the two types have the same dtype and mesh, and the same dims in any order. Their local tensors then have equal sizes in
+        """True if the two types have the same dtype and mesh, and the same dims in any order. Local tensors then have equal sizes in
         bytes."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
