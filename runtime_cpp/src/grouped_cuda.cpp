@@ -63,43 +63,34 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
 // need aligned arrays that are not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
-  const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;
-  if (!p.wide || !has_warpgroups() || smaller(smaller(p.groups, p.depth), p.columns) == 0 ||
-      !has_strides(1, p.rows, 0, p.x_pitch) || !has_strides(matrices, rows_of_other, p.other_stride, p.other_pitch)) {
-    return nullptr;
+  if constexpr (sizeof(T) == 2) {
+    const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;
+    if (!p.wide || !has_warpgroups() || smaller(smaller(p.groups, p.depth), p.columns) == 0 ||
+        !has_strides(1, p.rows, 0, p.x_pitch) || !has_strides(matrices, rows_of_other, p.other_stride, p.other_pitch)) {
+      return nullptr;
+    }
+    const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= multiprocessors();
+    if (!p.outer && ceil_div(p.rows, p.groups) <= kTileRows[0] && !fills_gpu) return nullptr;
+    static constexpr WarpgroupKernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
+                                                      multiply_rows_of_groups_by_warpgroups};
+    return kKernels[p.outer ? 2 : p.transposed];
   }
-  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= multiprocessors();
-  if (!p.outer && ceil_div(p.rows, p.groups) <= kTileRows[0] && !fills_gpu) return nullptr;
-  static constexpr WarpgroupKernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
-                                                    multiply_rows_of_groups_by_warpgroups};
-  return kKernels[p.outer ? 2 : p.transposed];
-}
-template <>
-WarpgroupKernel<float> warpgroup_kernel<float>(const GroupedProblem&) {
-  return nullptr;
-}
-template <>
-WarpgroupKernel<double> warpgroup_kernel<double>(const GroupedProblem&) {
   return nullptr;
 }
 
 template <class T>
 Chosen<T> chosen(const GroupedProblem& p) {
-  if (p.outer) return {multiply_rows_of_groups, kTileRows[2], kColumns};
-  static constexpr void (*kKernels[2][3])(GroupedProblem, T) = {
-      {multiply_groups_by_16, multiply_groups_by_64, multiply_groups_by_128},
-      {multiply_groups_transposed_by_16, multiply_groups_transposed_by_64, multiply_groups_transposed_by_128}};
-  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
-  const int size = each <= kTileRows[0] ? 0 : each <= kTileRows[1] ? 1 : 2;
-  return {kKernels[p.transposed][size], kTileRows[size], kColumns};
-}
-template <>
-Chosen<float> chosen<float>(const GroupedProblem&) {
-  return {multiply_groups_plain, kPlainSide, kPlainSide};
-}
-template <>
-Chosen<double> chosen<double>(const GroupedProblem&) {
-  return {multiply_groups_plain, kPlainSide, kPlainSide};
+  if constexpr (sizeof(T) > 2) {
+    return {multiply_groups_plain, kPlainSide, kPlainSide};
+  } else {
+    if (p.outer) return {multiply_rows_of_groups, kTileRows[2], kColumns};
+    static constexpr void (*kKernels[2][3])(GroupedProblem, T) = {
+        {multiply_groups_by_16, multiply_groups_by_64, multiply_groups_by_128},
+        {multiply_groups_transposed_by_16, multiply_groups_transposed_by_64, multiply_groups_transposed_by_128}};
+    const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
+    const int size = each <= kTileRows[0] ? 0 : each <= kTileRows[1] ? 1 : 2;
+    return {kKernels[p.transposed][size], kTileRows[size], kColumns};
+  }
 }
 
 // Describes an array of matrices with 16-bit elements. One copy moves a box: 64 elements of each of `box_rows` rows.

@@ -31,28 +31,33 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Row and column of tile number `place`. The order is column by column in bands of 8 rows, so that concurrent tiles share
-// operands.
+// Row and column of tile number `place`. The order is column by column in bands of at most 16 rows, so that concurrent tiles
+// share operands. Each band reads all columns again, so bands have about the same number of rows.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
-  constexpr int kBand = 8;
-  const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
-  const int in_band = place - band * kBand * across;
-  column = in_band / rows, row = band * kBand + in_band - column * rows;
+  const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = place / (height * across) * height;
+  const int rows = down - first < height ? down - first : height, in_band = place - first * across;
+  column = in_band / rows, row = first + in_band - column * rows;
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory.
+// because larger results do not fit in memory. If each block processes few tiles, those with at most half of the rows of a tile
+// are last, because they take less time and so balance the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
       : p_(p), tile_rows_(tile_rows), across_(static_cast<int>((p.columns + tile_columns - 1) / tile_columns)) {
+    const int64_t most = (p.rows + tile_rows - 1) / tile_rows + p.groups;
+    small_last_ = most * across_ < int64_t{20} * gridDim.x;
     scan();
   }
 
   __device__ bool find(int tile, GroupTile& found) {
     while (tile - before_ >= total_ * across_) {
       before_ += total_ * across_, base_ += 32;
-      if (base_ >= p_.groups) return false;
+      if (base_ >= p_.groups) {
+        if (!small_last_ || is_small_) return false;
+        base_ = 0, is_small_ = true;
+      }
       scan();
     }
     const int place = tile - before_;
@@ -61,6 +66,7 @@ class GroupWalk {
     found.rows = {__shfl_sync(~0u, lane_rows_.begin, lane), __shfl_sync(~0u, lane_rows_.end, lane)};
     int row, column;
     set_place(in_group, own, across_, row, column);
+    if (is_small_) row = static_cast<int>(found.rows.count() / tile_rows_);
     found.group = base_ + lane, found.row = found.rows.begin + int64_t{row} * tile_rows_, found.column = column;
     return true;
   }
@@ -69,8 +75,9 @@ class GroupWalk {
   __device__ void scan() {
     const int lane = threadIdx.x % 32;
     lane_rows_ = base_ + lane < p_.groups ? rows_of(p_, base_ + lane) : GroupRows{0, 0};
-    tiles_ = static_cast<int>((lane_rows_.count() + tile_rows_ - 1) / tile_rows_);
-    sums_ = tiles_;
+    const int64_t rows = lane_rows_.count() + tile_rows_ - 1;
+    const int all = static_cast<int>(rows / tile_rows_), large = static_cast<int>((rows - tile_rows_ / 2) / tile_rows_);
+    sums_ = tiles_ = is_small_ ? all - large : small_last_ ? large : all;
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, sums_, distance);
       if (lane >= distance) sums_ += other;
@@ -80,6 +87,7 @@ class GroupWalk {
 
   const GroupedProblem& p_;
   int tile_rows_, across_, base_ = 0, before_ = 0, tiles_ = 0, sums_ = 0, total_ = 0;
+  bool small_last_ = false, is_small_ = false;
   GroupRows lane_rows_{};
 };
 
