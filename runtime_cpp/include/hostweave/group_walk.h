@@ -46,8 +46,7 @@ class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
       : p_(p), tile_rows_(tile_rows), across_(static_cast<int>((p.columns + tile_columns - 1) / tile_columns)) {
-    const int64_t most = (p.rows + tile_rows - 1) / tile_rows + p.groups;
-    small_last_ = most * across_ < int64_t{20} * gridDim.x;
+    small_last_ = ((p.rows + tile_rows - 1) / tile_rows + p.groups) * across_ < int64_t{20} * gridDim.x;
     scan();
   }
 
@@ -123,9 +122,10 @@ struct TileWalk<true> : OuterWalk {
 
 // Writes zeros to rows without a group: those before the first group, between two groups, and after the last. `threads` threads
 // of each block call it, in whole warps.
-template <class Result>
+template <class T>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
-  auto* const result = static_cast<Result*>(p.result);
+  auto* const result = static_cast<uint16_t*>(p.result);
+  const int64_t each = (p.wide_result ? sizeof(float) : sizeof(T)) / sizeof(uint16_t);
   int64_t last = 0;  // largest end of the previous groups
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
@@ -142,7 +142,7 @@ __device__ void fill_between_groups(const GroupedProblem& p, int thread, int thr
       const int lane = __ffs(gaps) - 1;
       const int64_t from = __shfl_sync(~0u, before, lane), to = __shfl_sync(~0u, begin, lane);
       for (int64_t row = from + blockIdx.x; row < to; row += gridDim.x) {
-        for (int64_t i = thread; i < p.columns; i += threads) result[row * p.result_pitch + i] = Result(0.0f);
+        for (int64_t i = thread; i < p.columns * each; i += threads) result[row * p.result_pitch * each + i] = 0;
       }
     }
     const int64_t end_of_all = __shfl_sync(~0u, end, 31);

@@ -44,11 +44,7 @@ __device__ void multiply_groups(const GroupedProblem& p, T* shared) {
               p.other_pitch, p.columns - column};
     return true;
   });
-  if (p.wide_result) {
-    fill_between_groups<float>(p, threadIdx.x, kGroupedThreads);
-  } else {
-    fill_between_groups<T>(p, threadIdx.x, kGroupedThreads);
-  }
+  fill_between_groups<T>(p, threadIdx.x, kGroupedThreads);
 }
 
 // For each group, multiplies the transposed rows of x by the rows of the other operand.

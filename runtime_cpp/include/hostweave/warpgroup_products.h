@@ -189,13 +189,7 @@ class WarpgroupProducts {
       }
     }
     if (is_storing()) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    if constexpr (!kOuter) {
-      if (p_.wide_result) {
-        fill_between_groups<float>(p_, thread(), kGroupedThreads);
-      } else {
-        fill_between_groups<T>(p_, thread(), kGroupedThreads);
-      }
-    }
+    if constexpr (!kOuter) fill_between_groups<T>(p_, thread(), kGroupedThreads);
   }
 
  private:
