@@ -2,8 +2,8 @@
 
 - products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of 70B on one rank of 8, and of 8B on one
   GPU. Both matmuls are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. The layer is compared
-  with Hostweave in bf16, and with torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. The peers
+  are Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
