@@ -53,11 +53,11 @@ def test_a_gather_and_a_pack() -> None:
     total = size // 4 + 32 * 16 * 4 + 8 * 64 * 16 * 4
     of = f"{size:,} bytes a rank, {size / total:.0%} of the program's inputs and outputs at B=8, S=64, E=32, N=64"
     assert gather == (
-        "test_notes.py:31: %x: f32[B, S@x, E] is gathered to f32[B, S, E], which is not annotated; "
+        "test_notes.py:32: %x: f32[B, S@x, E] is gathered to f32[B, S, E], which is not annotated; "
         f"shard its consumer, or request the gather by hw.reshard: {of}"
     )
     assert pack == (
-        "test_notes.py:31: %x_gathered_packed is copied to %x_gathered, because a communication needs contiguous memory; "
+        "test_notes.py:32: %x_gathered_packed is copied to %x_gathered, because a communication needs contiguous memory; "
         f"make the sharded dim the outermost one: {of}"
     )
 
