@@ -86,4 +86,4 @@ def test_inspect_prints_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{__file__}:gathered", "--after", "input", "--sizes", "B=8,S=64,E=32,N=64"]) == 0
     out, err = capsys.readouterr()
     assert out == str(gathered)
-    assert [line.partition(f"note: {Path(__file__).name}:31: ")[0] for line in err.splitlines()] == ["", ""]
+    assert [line.partition(f"note: {Path(__file__).name}:32: ")[0] for line in err.splitlines()] == ["", ""]
