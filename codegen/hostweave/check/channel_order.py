@@ -2,8 +2,8 @@
 be ordered, and so must kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
-peers can then deadlock. Unordered communications could also overwrite each other's element counts, because all streams of a rank share the
-memory of these counts.
+peers can then deadlock. Unordered kernels that exchange data on one channel could also overwrite each other's data, because they share two
+slots of memory.
 
 Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
 one after another, in any order that its edges allow. Signals and waits must keep the order of issue even then.

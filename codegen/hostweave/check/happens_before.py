@@ -38,7 +38,7 @@ class Task:
     stream_id: int
     number: int
     needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
-    waits: list[Task] = field(default_factory=list)  # the tasks of `needs_end_of` that are on other streams
+    waits: list[Task] = field(default_factory=list)  # those on other streams that a fork, join, event or signal orders before
     needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
     start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_start_of`
     arrivals: list[Arrival] = field(default_factory=list)
@@ -75,7 +75,7 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
         last[0] = clocks[first][first] = 1
         caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
         latest: dict[int, Task] = {}  # the last task of each stream
-        posted: Task | None = None  # the last communication
+        posted: Task | None = None  # the last communication that a device may serialise
         for operation in operations:
             k = number_of[operation.stream]
             last[k] += 1

@@ -102,7 +102,7 @@ class Operation:
     accesses: tuple[Access, ...] = ()
     channel: ir.Channel | None = None  # set for a communication
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
-    peer: int | None = None  # global rank of the other side of a send or recv, or of the root of a collective
+    peer: int | None = None  # global rank of the other side of a send, recv, put, get, signal or wait, or of a collective's root
     members: tuple[Operation, ...] = ()  # operations of a group
     waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this operation starts
     frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate on each stream whose bytes the allocate may reuse

@@ -69,8 +69,8 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks that only repeats and selects use parameter groups, and that the first dim of a group is an unsharded name. Groups whose
-    first dims have the same name must have the same number of tensors."""
+    """Checks that only repeats and selects read parameter groups, that only repeats return them, and that their first dims are unsharded
+    names. Groups whose first dims have the same name must have the same number of tensors."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.types[name].dims[:1]

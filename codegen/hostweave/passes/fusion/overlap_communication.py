@@ -89,7 +89,7 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a collective is small enough to be computed in a kernel, or if its size is not stated."""
+    """True if a kernel may do a collective: a sum or gather that is small enough, or whose size is not stated."""
     if op.kind not in KINDS or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
