@@ -178,8 +178,8 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged, except those in `kept`,
-    because few elements would not show a wrong order in a shard."""
+    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged, because few elements would
+    not show a wrong order in a shard. Exceptions are the sizes in `kept`, and sizes that would add many elements."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}

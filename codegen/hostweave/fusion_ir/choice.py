@@ -2,7 +2,7 @@
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The number in parentheses is the number of chunks. put(1) is a single asynchronous communication before or after the matmuls, not a loop.
+The number in parentheses is the number of chunks. put(1) and get(1) are a single asynchronous communication, not a loop.
 """
 
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ ROTATIONS = ("local_first", "local_last")
 class Stream:
     """The dim along which a chunk loop computes a value, and the `algorithm` if the value is the result of a reshard, such as p2p or put.
 
-    The pass `choose_overlap` puts the value into a `ChunkLoop`. Until then, the stream also describes the loop:
+    The pass `choose_overlap` puts the value into a `ChunkLoop`. Until then, `algorithm` is that of the loop, and the stream also has:
 
     - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
     - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
@@ -88,8 +88,8 @@ class Value:
     """A named tensor.
 
     If `pinned`, the user stated the sharding, and no pass may change it. If `is_async`, the value is the result of a communication that
-    runs on a separate stream, overlapped with independent ops. `transport` overrides the transport of this communication. `group` is set
-    for an input that is a parameter group.
+    runs on a separate stream. `transport` overrides the transport of this communication. `group` is set for an input that is a parameter
+    group.
     """
 
     name: str

@@ -23,7 +23,7 @@ from hostweave.types.mesh import Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import TensorType, global_shape
 
-SMALL_INTEGERS = range(3)  # values of integers that no op uses as positions or lengths
+SMALL_INTEGERS = range(3)  # values of integers that no op uses in one of the following roles
 BITS = 2**16  # number of values of integers that xor reduces: with few bits, two results are often equal by chance
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 

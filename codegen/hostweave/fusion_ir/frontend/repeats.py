@@ -1,4 +1,4 @@
-"""Merges repeated calls of a function into one repeat. Operands and results that differ between the calls become parameter groups.
+"""Merges repeated calls of a function into one repeat. Inputs and outputs that belong to one call each become parameter groups.
 
     fusion @f(%x: f32[M, K], %w_0: f32[K, K], %w_1: f32[K, K]) {
       %h: f32[M, K] = call @layer(%x, %w_0)

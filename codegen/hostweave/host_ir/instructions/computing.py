@@ -194,7 +194,7 @@ class Attention(_Masked):
 class AttentionBackward(_Masked):
     """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention.
 
-    `dbias` receives the gradient of the bias, in the bias's shape, summed over dims of size 1.
+    `dbias` receives the gradient of the bias, summed over dims that the bias lacks or that have size 1.
     """
 
     q: Read

@@ -18,7 +18,7 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops. Does not merge user kernels, which may have side effects, nor ops that compute or read values of chunk loops.
+    """Merges equal ops. Does not merge user kernels, which may have side effects, nor ops in chunk loops or whose results loops read.
 
     If the result of a repeated op is returned, the op becomes a copy. Ops without operands, such as iota, are merged only if all their
     consumers are local slices. Otherwise each kernel recomputes them.
