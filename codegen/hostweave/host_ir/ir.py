@@ -57,7 +57,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel of pointwise ops and reductions on local tensors. In its ops, all tensors are row-major.
+    """A generated kernel of ops on local tensors, such as pointwise ops and reductions. In its ops, all tensors are row-major.
 
     `ends` is the reason why the kernel is not fused with the consumers of its results.
     """

@@ -32,8 +32,8 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """Rewrites attention to sharded keys. Does nothing for sharded queries, a window, packed sequences, lengths with a causal mask, or keys
-    in zigzag."""
+    """Rewrites attention to sharded keys. Does nothing if the same axes shard the queries, or for a window, packed sequences, keys in
+    zigzag, or lengths with a causal mask and several rows."""
     return _Joining(fusion).rewritten()
 
 

@@ -44,7 +44,7 @@ MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading f
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Fuses matmuls of up to FEW_ROWS rows with the kernel that uses their results."""
+    """Fuses matmuls of up to FEW_ROWS rows with the kernel that reads their results. Runs other matmuls of few rows concurrently."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
