@@ -38,7 +38,7 @@ class Task:
     stream_id: int
     number: int
     needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
-    waits: list[Task] = field(default_factory=list)  # those on other streams that a fork, join, event or signal orders before
+    waits: list[Task] = field(default_factory=list)  # tasks on other streams that a fork, join, event or signal orders before
     needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
     start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_start_of`
     arrivals: list[Arrival] = field(default_factory=list)
