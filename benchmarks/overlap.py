@@ -7,10 +7,10 @@ variants of a case, in the order of the output:
   (`handwritten/put_pipelines.cu`, which needs nvcc and NCCL 2.32);
 - hand-written gets that wait for a signal of the peer;
 - each alternative of the cost model, measured and predicted;
-- only the matmul, and only the communication;
+- only the matmul, and only the communication, by torch;
 - sequential torch, also with NCCL's collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs);
 - torch's fused operators;
-- Hostweave in a CUDA graph, and Hostweave with the gathered tensor in a window, as in the hand-written code.
+- Hostweave in a CUDA graph, and Hostweave with the operand of the gather in a window, as in the hand-written code.
 
 torch and the last two variants use one process per GPU, all others one thread per GPU. Data is random, in bf16. Arguments are names of
 cases; default: all. `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code, if the installed version is older.
@@ -133,7 +133,7 @@ def _alternatives(case: Case, ranks: int, **options: Any) -> dict[str, hw.Progra
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
     stated = {
-        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # only `choices` can select it
+        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # only `choices` can select copies outside of loops
         if one.chunks == 1
         else _stated(case.kind, ranks, one.algorithm, one.chunks, **options)
         for one in choice.alternatives

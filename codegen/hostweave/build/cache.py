@@ -310,7 +310,7 @@ def _expect_own(folder: Path) -> None:
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError if another user owns the folder or a parent, or can write to one of them that has no sticky bit."""
+    """Raises BuildError if another user owns the folder or a parent, or can replace files in one: writable, without a sticky bit."""
     for at in _path_components(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
