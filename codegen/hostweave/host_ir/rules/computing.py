@@ -156,7 +156,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
     """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". The matmul must be a single matrix product, not a
-    batch, and the rows of dst must have equal distances in memory."""
+    batch, and the rows of a and of dst must have equal distances in memory."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if a.dtype.itemsize == 1 and dst.dtype.name == "f32":

@@ -33,7 +33,7 @@ EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that a matmul can apply as its epilo
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
     """Moves matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # loops that the text of a program already contained
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers whose loops the text of a program already contained
     chunks = {choice.value: choice.chosen.chunks for choice in fusion.choices if choice.value not in done}
     loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of the matmul and its epilogues
     for op in fusion.ops:

@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type of a result after backward propagation. An unsharded dim gets the axes that all consumers need, if no other dim uses them."""
+    """Type after backward propagation. An unsharded, unstreamed dim gets the axes that all consumers need, if the op can be split so."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):
