@@ -138,7 +138,7 @@ class Program:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Choices of the compiler for reshards next to matmuls, with the times of the alternatives. `explain` shows them as text."""
+        """Choices of the compiler for reshards, with the times of the alternatives. `explain` shows the choices as text."""
         return self.host.choices
 
     @property
@@ -164,8 +164,8 @@ class Program:
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. The line of an
-        attention op states whether the op is one library call. A matmul that is split because its sizes are not aligned has a line, too.
+        Each communication has a line: its algorithm, transport, chunks and time, and the times of all alternatives, or the reason why there
+        are none. The line of an attention op states whether the op is one library call. Unaligned matmuls that are split have a line, too.
         Raises ProgramError if the program was compiled from host IR, for which the compiler chooses nothing.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
@@ -227,8 +227,8 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if the check was
-        disabled."""
+        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if there was
+        no check."""
         return self.compiled.unchecked
 
     @checked

@@ -34,7 +34,7 @@ class Span:
 class Iteration:
     """Index space of a kernel: the loops that it needs.
 
-    `indices` gives the index of each dim of every value, or None for a dim of one element. A reduction reads values with `kept` and
+    `indices` gives the index of each dim of every value, or None for a dim without a loop. A reduction reads values with `kept` and
     `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all `kept` indices.
 
     A joined or padded dim of a concat's or pad's operand is called a part, and has a name. A part has the index of the result's dim.

@@ -32,7 +32,7 @@ def benchmark_names() -> list[str]:
 
 
 def benchmark_list() -> Iterator[dict[str, str | bool]]:
-    """Yields for each benchmark its name, its purpose, and the requirements that this machine does not meet."""
+    """Yields for each benchmark its name, its purpose, and the first requirement that this machine does not meet."""
     for name in benchmark_names():
         purpose = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
         missing_text = _missing_requirement(name) or ""

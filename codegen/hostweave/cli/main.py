@@ -42,7 +42,7 @@ _HEADER = re.compile(r"\w+ @(\w+)\(")  # first words of a function, kernel or pr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, or prints the help if no command is given. If the user made a mistake, prints one line to stderr and returns 1."""
+    """Runs one command, or prints the help if no command is given. Prints the message of a HostweaveError to stderr and returns 1."""
     parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         parser.print_help()
