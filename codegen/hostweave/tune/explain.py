@@ -21,7 +21,7 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program, with a line for each communication, attention and split matmul. Functions come first.
+    """Explains the program: a line for each communication and attention, and each split or composed matmul. Functions come first.
 
     `fusion` is the last stage before the host IR, and `host` is the host IR to which it was lowered.
     """

@@ -29,8 +29,8 @@ def computing_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Casts as generated code does: to floats of at most 16 bits through f32, and to ints through i64. f8e4m3 saturates at its largest
-    number."""
+    """Casts as generated code does: to floats of at most 16 bits through f32, and from floats to ints through i64 or u64. f8e4m3 saturates
+    at its largest number."""
     if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
         return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))
     if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
