@@ -1,8 +1,8 @@
 """Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16.
 
-- products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of 70B on one rank of 8, and of 8B on one
-  GPU. Both matmuls are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. The peers
+- products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of 70B at TP 8, per rank, and of 8B on
+  one GPU. Both matmuls are CUDA graphs.
+- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers
   are Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 

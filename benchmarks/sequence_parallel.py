@@ -1,4 +1,4 @@
-"""Forward pass of a sequence-parallel Llama 3 70B layer at the shapes of a rank of 8, on all GPUs of this machine, compared with torch.
+"""Forward pass of a sequence-parallel Llama 3 70B layer at per-rank shapes of TP 8, on all GPUs of this machine, compared with torch.
 
 The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants q, k and v share one weight, and gate
 and up share one weight. torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. The first

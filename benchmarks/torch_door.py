@@ -1,6 +1,6 @@
 """Compares `hostweave.torch.compile` with torch's parallelize_module and torch.compile, for one module and sharding plan.
 
-The module has 4 decoder layers of Llama 70B with the sizes of a rank of 8. The module is sequence-parallel on all GPUs of this machine,
+The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8. The module is sequence-parallel on all GPUs of this machine,
 with 4096 tokens. torch.compile is applied to each layer, as in training frameworks, without and with async tensor parallelism. Data is
 random, in bf16. One process per GPU runs all variants alternately. Times are milliseconds of the slowest rank: the median over calls that
 all ranks start together. Arguments select the measurements; default: all.
