@@ -188,6 +188,13 @@ class Layers(nn.Module):
         return x
 
 
+def test_a_gradient_of_an_argument_is_refused() -> None:
+    """The module has no parameters, so only the argument requires grad."""
+    model = hostweave.torch.compile(Of(torch.tanh), hw.Mesh(tp=1), {}, (X,))
+    with pytest.raises(ArgumentError, match=r"Of: this is a forward program, without gradients; call it in torch\.no_grad"):
+        model(X.clone().requires_grad_())
+
+
 class Stored(nn.Module):
     """Stores a tensor of forward in the module."""
 

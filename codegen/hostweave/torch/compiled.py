@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -177,13 +177,18 @@ class CompiledModule(Delegating):
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Maps the names of program inputs to the arguments of a call. Raises ArgumentError if the call is not possible."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._held_tensors.tensors):
+        self._expect_no_gradients(self._held_tensors.tensors)
+        self._expect_unchanged()
+        arrays = self._arrays(args, kwargs)
+        self._expect_no_gradients(arrays.values())
+        return arrays
+
+    def _expect_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
                 "or compile it with training=True"
             )
-        self._expect_unchanged()
-        return self._arrays(args, kwargs)
 
     @property
     def traced(self) -> Mapping[str, str]:

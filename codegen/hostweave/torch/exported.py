@@ -366,6 +366,7 @@ def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
     """Removes empty operands of concatenations. x[..., n:] is empty if a rotary embedding covers all n features of a head."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, *dim = node.args
-        node.args = ([t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)], *dim)
+        parts = [t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)]
+        node.args = (parts or tensors[:1], *dim)
     program.graph.eliminate_dead_code()
     return program

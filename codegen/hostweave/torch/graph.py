@@ -239,7 +239,8 @@ class Graph:
                 if (number := _uniform(value)) is not None:
                     self.uniform[argument] = number
                     continue
-                data = value.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+                dense = value.flatten().clone(memory_format=torch.contiguous_format)
+                data = dense.cpu().view(torch.uint8).numpy().tobytes()
                 equal = (value.dtype, tuple(value.shape), data)
                 label = self.origins[argument].name if argument in self.origins else name_of_constant(argument)
                 name = self.names[argument] = named.setdefault(equal, unique_name(name_of(label), taken))
@@ -392,10 +393,11 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The value that all elements have, or None if they differ."""
+    """The value that all elements have. None if they differ, or if there are no elements."""
     first = value.flatten()[:1]
-    is_same = bool((value == first).all()) and not (value.is_floating_point() and bool((value.signbit() != first.signbit()).any()))
-    return first.item() if is_same and value.numel() else None
+    if not value.numel() or not bool((value == first).all()):
+        return None
+    return None if value.is_floating_point() and bool((value.signbit() != first.signbit()).any()) else first.item()
 
 
 def is_known(node: Node) -> bool:
