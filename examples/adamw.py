@@ -1,8 +1,8 @@
-"""AdamW (Loshchilov and Hutter, 2019) in one in-place kernel: weights and moments are donated.
+"""AdamW (Loshchilov and Hutter, 2019) in one kernel. Weights and moments are donated, so the moments are updated in place.
 
 The stages of ZeRO (Rajbhandari et al., 2020) are shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also the
-weights. Row `i` of `g` is the gradient that rank `i` has computed. The sum of the rows is all-reduced, or reduce-scattered if gradients
-are sharded.
+weights. Row `i` of `g` is the gradient of rank `i`. The rows are all-reduced, or reduce-scattered if gradients are sharded. The kernel
+updates sharded weights in place. Otherwise it writes its shard to a temporary, and an all_gather updates the weights.
 """
 
 import hostweave as hw
@@ -12,7 +12,7 @@ BETAS = (0.9, 0.999)
 
 
 def adamw(ranks, stage, eps=1e-8):
-    """One step: `(w, m, v, g, **rates(step))` returns the new w, m and v."""
+    """Returns the fusion of one step: `f(w, m, v, g, **rates(step))` returns the new w, m and v."""
     weights, gradients = ZERO[stage]
 
     @hw.fusion(

@@ -1,4 +1,4 @@
-"""The command line: output of each command. A mistake gives one line on stderr and exit status 1."""
+"""The command line: output of each command. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
 
 from __future__ import annotations
 

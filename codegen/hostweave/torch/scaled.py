@@ -18,7 +18,8 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """Maps the path of each linear that the plan or the patterns select to its kind of scales. Raises ProgramError for a wrong pattern."""
+    """Maps the path of each linear that `fp8` selects to its scaling. Raises ProgramError if a pattern matches no linear, or if
+    `fp8` is a scaling and the plan states no weight of a linear. Also for an unknown scaling, dtype of a weight or type of `fp8`."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
@@ -50,37 +51,35 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
-    """Replacements with which linears of transformers with 8-bit weights are traced as one op. Otherwise these linears call Triton
-    kernels."""
+    """Yields replacements for the `forward` of transformers' linears with 8-bit weights, which call Triton kernels. Each becomes one op."""
     for of in {type(part) for part in module.modules()}:
         if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
             yield of, "forward", forward
 
 
-def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights."""
+def _finegrained(linear: Any, x: torch.Tensor) -> Any:
+    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. A weight wider
+    than one byte gives a plain linear. Raises ProgramError for stored scales of activations, other blocks, or scales not in float32."""
     if linear.weight.element_size() > 1:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size
     if linear.activation_scale is not None:
-        raise _refused("the checkpoint stores scales of activations", "use a checkpoint whose activation_scheme is dynamic")
+        raise _refused(linear, "the checkpoint stores scales of activations", "use a checkpoint whose activation_scheme is dynamic")
     if block is None or tuple(block) != (128, 128):
-        raise _refused(f"its scales are for blocks of {block}", "use blocks of 128 x 128")
+        raise _refused(linear, f"its scales are for blocks of {block}", "use blocks of 128 x 128")
     if scale.dtype != torch.float32:
-        raise _refused(f"its scales are {scale.dtype}", "convert them to torch.float32")
-    made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, None, "block")
-    return made
+        raise _refused(linear, f"its scales are {scale.dtype}", "convert them to torch.float32")
+    return ops.quantized_linear(x, linear.weight, scale, linear.bias, None, "block")
 
 
-def _fbgemm(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """FbgemmFp8Linear of transformers: one scale per row. The module limits the maximum that gives the scale."""
+def _fbgemm(linear: Any, x: torch.Tensor) -> Any:
+    """FbgemmFp8Linear of transformers: one scale per row of x and of the weight. `input_scale_ub` bounds the row maximum of |x|."""
     scale = linear.weight_scale.to(torch.float32)
-    made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
-    return made
+    return ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
 
 
-def _refused(why: str, remedy: str) -> ProgramError:
-    return ProgramError(f"a linear with weights of 8-bit floats is not supported: {why}; {remedy}")
+def _refused(linear: nn.Module, why: str, remedy: str) -> ProgramError:
+    return ProgramError(f"{linear} with 8-bit weights is not supported: {why}; {remedy}")
 
 
 _FORWARD: dict[str, Callable[..., torch.Tensor]] = {

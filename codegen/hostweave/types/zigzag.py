@@ -37,8 +37,8 @@ def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces into which a dim is cut: two per rank in zigzag, otherwise one. Equal shards require that this number divides the
-    size."""
+    """Number of pieces into which a dim is cut: two per rank in zigzag over several ranks, otherwise one per rank. Equal shards require
+    that this number divides the size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 
@@ -61,7 +61,7 @@ def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[ra
 
 
 def indices(of_dims: Sequence[Sequence[range]]) -> tuple[Any, ...]:
-    """NumPy index for the given ranges of each dim: a slice for one range, an index array for two."""
+    """NumPy index for the given ranges of each dim: a slice for one range, an array for two. Arrays for all if several dims have two."""
     if all(len(own) == 1 for own in of_dims):
         return tuple(slice(own[0].start, own[0].stop) for own in of_dims)
     import numpy as np

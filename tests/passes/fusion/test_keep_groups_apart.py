@@ -1,4 +1,5 @@
-"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls, if nothing else uses them."""
+"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls with the same groups. Only
+row-wise ops may be between the matmuls, and nothing else may use the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. The buffers of an instruction are contiguous and have the same dtype."""
+"""Communication instructions of the host IR. The buffers that an instruction sends or receives are contiguous and have one dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,15 +10,15 @@ from hostweave.types.blocks import Cuts, Route
 EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term, in bytes, of an all_reduce inside a kernel: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest sum of all ranks' blocks, in bytes, of an all_gather or reduce_scatter inside a kernel: hw::kBlockBytes
+BLOCK_BYTES = 8 << 20  # largest size of all ranks' blocks together, in bytes, inside a kernel: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. Buffers that the instruction reads are sent, and those that it writes are
-    received."""
+    """Moves data between the ranks of a channel's process group. Sends the buffers that it reads, and receives those that it writes.
+    LaunchExchange sends only its first src."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer that has one block per rank; the other buffer has one block
@@ -28,7 +28,7 @@ class Collective(Communication):
     """A communication that all ranks of the process group issue, in the same order.
 
     If `sent_along` or `received_along` names a dim, the blocks are the ranks' shards of that dim, stored contiguously. The last blocks may
-    be short or empty. Otherwise all blocks are equal.
+    be short or empty. Otherwise all blocks are equal, except that ranks of a CollectivePermute may send different numbers of elements.
     """
 
     posts = "collective"
@@ -55,7 +55,7 @@ class FromTo(Collective):
 
 
 class Reduction(Collective):
-    """A collective that reduces the src of all ranks by `op`."""
+    """A collective that reduces the src of all ranks by `op`. A Barrier has a token instead of src."""
 
     op: str
 
@@ -65,7 +65,7 @@ class PointToPoint(Communication):
 
 
 class Routed(PointToPoint):
-    """Sends or receives blocks by routes, as one group. `count` is the number of equal blocks, or the cuts of a packed tensor."""
+    """Sends or receives blocks by routes, as one group. `count` is a number of equal blocks, or the `Cut` of each dim."""
 
     count: int | Cuts
     routes: Routes
@@ -99,10 +99,10 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input. The kernels of all ranks exchange the terms or blocks.
+    """Launches a kernel that begins with an all_reduce, reduce_scatter or all_gather of its first input. Other buffers stay on the rank.
 
-    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the
-    collective's result: this rank's block of a reduce_scatter, or the blocks of all ranks. Blocks are equal and consecutive.
+    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the result:
+    the term of an all_reduce, one block of a reduce_scatter, or all blocks of an all_gather. Blocks are equal and consecutive.
     """
 
     kind: ClassVar[str] = ""  # the kernel's first op
