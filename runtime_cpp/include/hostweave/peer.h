@@ -1,5 +1,5 @@
-// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. It does
-// not use NCCL.
+// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On
+// GPUs it uses only the id type of NCCL.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0 and sets it to 1; a wait
 // waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
@@ -17,12 +17,12 @@
 
 namespace hw {
 
-// One rank of a process group. Used by one thread at a time, except for `abort`, with the rank's device current.
+// One rank of a process group. One thread at a time uses it, with the rank's device current. Any thread may call `abort`.
 class PeerGroup {
  public:
   static constexpr int kNumbers = 64;  // signal numbers between a sender and a receiver
 
-  // The memory that all ranks passed to one call of `map`, as one rank has mapped it.
+  // One rank's mapping of the memory of all ranks, made by a collective `map`.
   struct Mapping {
     PeerGroup* group = nullptr;
     uint32_t number = 0;             // number of the mapping in its group
@@ -35,8 +35,8 @@ class PeerGroup {
 
   static inline const std::atomic<bool> kNeverAborted = false;
 
-  // Collective: joins the group of that id. Throws ExecutionError if some ranks do not join in time, if the process that made
-  // the id cannot be reached, or if `aborted` becomes true meanwhile.
+  // Collective: joins the group of that id. Throws ExecutionError on a timeout, if another rank fails, or if `aborted` is set.
+  // Also if the process of the id cannot be reached, `size` is over 64 or differs between ranks, or two ranks have one index.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
             const std::atomic<bool>& aborted = kNeverAborted);
   ~PeerGroup();
@@ -49,7 +49,7 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps memory of all ranks that `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory. Frees `data` after the peers have unmapped it, without waiting for them.
+  // Unmaps the peers' memory. Does not wait: if peers still map `data`, a later `map` or `free` frees it, or 5 s after an abort.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);
