@@ -1,4 +1,4 @@
-"""Host programs of the examples, for any number of ranks."""
+"""Host programs of the examples for any number of ranks, their golden texts, and an evaluator of expressions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def program(name: str, ranks: int = 4) -> HostProgram:
 
 
 def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Evaluates an expression recursively. Raises KeyError for an unknown name, ZeroDivisionError for a division by zero."""
+    """Evaluates an expression recursively. Raises KeyError for an unknown name, and ZeroDivisionError for a division by zero."""
     match expr:
         case Const(value):
             return value

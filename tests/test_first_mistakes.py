@@ -387,7 +387,7 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
             lambda: PRODUCT.run(np.ma.masked_array(X, X > 0), W),
             "x: masked arrays are not supported; call .fill",
         ),
-        (lambda: PRODUCT.check(M=2**70), f"program: check: M={2**70}: too large for any memory; pass the size of a call"),
+        (lambda: PRODUCT.check(M=2**70), f"program: check: M={2**70}: no memory holds so many elements; pass a smaller size"),
         (lambda: PRODUCT.run_in_flight([X]), "is not a Sequence of Mapping of str to Any; write run_in_flight(calls, poison=False)"),
         (lambda: MESH.ranks([0.0]), "ranks: ranks=[0.0] is not a Sequence of int; write ranks(ranks, **axes)"),
         (lambda: MESH.ranks([True]), "ranks: ranks=[True] is not a Sequence of int"),

@@ -178,7 +178,7 @@ class Compiled:
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
         if large := [f"{name}={size}" for name, size in sizes.items() if size > MAX_SIZE]:
-            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: too large for any memory; pass the size of a call")
+            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: no memory holds so many elements; pass a smaller size")
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:

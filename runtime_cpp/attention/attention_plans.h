@@ -29,7 +29,7 @@ struct Gradients {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal, plus the length if `from_end` is set
+  int64_t diagonal = 0;                // row i attends up to column i + diagonal, plus the length with AttentionOptions::from_end
   std::optional<Gradients> gradients;  // set for a backward pass
   Heads bias{};                        // bias of the scores; strides are 0 along broadcast dims
   int64_t sequences = 0;               // packed sequences per batch element
@@ -57,8 +57,8 @@ struct Attentions::Plans {
   Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
 
   void prepare(const AttentionProblem& problem);
-  // Returns the plan of the last problem, for a call on this stream. While the stream is captured, the plan is kept until the
-  // program is destroyed, because graphs may use its memory.
+  // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, also keeps the
+  // plan until the program is destroyed, because graphs may use its memory.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;

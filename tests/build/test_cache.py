@@ -350,7 +350,7 @@ def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_invalid_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
     with pytest.raises(
-        BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is not a size; write a size such as 500 MB or 10 GB$"
+        BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)} is not a size; write a size such as 500 MB or 10 GB$"
     ):
         cache.limit()
 

@@ -92,7 +92,7 @@ RULES = {
     "a group that sends what it receives": (
         f"group {{\nrecv %y from {OTHER}\nsend %y to {OTHER}\n}}",
         "text:3: rank 0, the caller's stream: recv %y from 1 - rank.x on x writes %y while, in the same group, "
-        "rank 0, the caller's stream: send %y to 1 - rank.x on x reads the same bytes: post them apart",
+        "rank 0, the caller's stream: send %y to 1 - rank.x on x reads the same bytes: put the two into separate groups",
     ),
     "a matmul onto its operand": (
         "%b = allocate f32[2, 2]\nfill %b with 1.0\ncopy %x -> %y\nmatmul %b, %y -> %y",

@@ -123,7 +123,7 @@ CHECKED = {
     ),
     "no credit": (
         "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),
-        "add a signal after the first, and a wait for that signal before the second",
+        "add a signal after the operation of rank 1, and a wait for it before that of rank 0",
     ),
     "one queue": (
         on_two_streams(awaited(0), given(0)),

@@ -151,12 +151,13 @@ ERRORS = {
     "pad": (
         "return hw.pad(x, (1, 2, 3))",
         {},
-        "4: pad: (1, 2, 3) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
+        "4: pad: (1, 2, 3) is not a flat list of ints, (before, after) for up to 2 dims of bf16[M, K], the last dim first; "
+        "write it like (2, 3, 0, 1)",
     ),
     "dims": (
         "return hw.expand_dims(x, 0)",
         {"x": "hw.f32[1, 2, 3, 4, 5, 6, 7, 8]"},
-        "4: f32[1, 1, 2, 3, 4, 5, 6, 7, 8]: has 9 dims, and an array has at most 8; reshape it",
+        "4: f32[1, 1, 2, 3, 4, 5, 6, 7, 8] has 9 dims, and an array has at most 8; reshape it",
     ),
     "mesh": (
         "return hw.reshard(x, 'M', 'K', mesh='x')",
@@ -171,7 +172,8 @@ ERRORS = {
     "pad as NumPy's": (
         "return hw.pad(x, ((0, 1), (2, 3)))",
         {},
-        "4: pad: ((0, 1), (2, 3)) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
+        "4: pad: ((0, 1), (2, 3)) is not a flat list of ints, (before, after) for up to 2 dims of bf16[M, K], the last dim first; "
+        "write it like (2, 3, 0, 1)",
     ),
     "reshape to a fraction": (
         "return hw.reshape(x, 3, -1)",
@@ -181,7 +183,7 @@ ERRORS = {
     "pad widths": (
         "return hw.pad(x, (-1, 2))",
         {},
-        "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to remove elements",
+        "4: pad: (-1, 2) contains a negative width; use a slice to remove elements",
     ),
     "pad mode": (
         "return hw.pad(x, (1, 2), mode='reflect')",
@@ -203,7 +205,7 @@ ERRORS = {
     "var": (
         "return hw.var(x, correction=0.5)",
         {},
-        "4: var: correction=0.5 is not an int, as the symbolic size K*M requires; use int sizes",
+        "4: var: correction=0.5 must be an int, because the size K*M is symbolic; use int sizes",
     ),
     "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
     "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
@@ -215,12 +217,12 @@ ERRORS = {
     "seed dtype": (
         "return hw.uniform(x, seed=w)",
         {"w": "hw.i32[()]"},
-        "4: philox: dtypes differ: u32[M, 1] and i32[]; use hw.astype on one of them",
+        "4: uniform: seed=Tensor(i32[]) is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
     ),
     "uniform": (
         "return hw.uniform(x, seed=1)",
         {"x": 'hw.f32["A", "B", "C", "D", "E"]'},
-        "4: uniform: f32[A, B, C, D, E] has 5 dims, and 4 are supported; reshape it",
+        "4: uniform: f32[A, B, C, D, E] has 5 dims, but at most 4 are supported; reshape it",
     ),
     "dropout": ("return hw.dropout(x, 2, seed=1)", {}, "4: dropout: p=2 is not a probability from 0 to 1"),
     "softmax axis": ("return hw.softmax(x, axis='Q')", {}, "4: softmax: bf16[M, K] has no dim named Q"),
@@ -239,7 +241,7 @@ ERRORS = {
     "linear dtypes": (
         "return hw.linear(x, w)",
         {"w": 'hw.f32["N", "K"]'},
-        "4: matmul: dtypes differ: bf16[M, K] and f32[K, N]; use hw.astype on one of them",
+        "4: linear: dtypes differ: bf16[M, K] and a weight of f32[N, K]; use hw.astype on one of them",
     ),
     "dtypes of where": (
         "return hw.where(x > 0, x, w)",
@@ -276,7 +278,7 @@ ERRORS = {
     "linear": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["K", "N"]'},
-        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; the weight is [N, K]",
+        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; transpose it to [N, K]",
     ),
     "linear bias": (
         "return hw.linear(x, w, w)",
@@ -299,7 +301,7 @@ ERRORS = {
         "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
         "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
-        "the query head count must be a multiple of the key head count; use such int sizes",
+        "the query heads must be an int multiple of the key heads; reshape them",
     ),
     "attention masks": (
         "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",
@@ -368,7 +370,7 @@ ERRORS = {
     "reshard rank": (
         'return hw.reshard(x, "M")',
         {},
-        "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims: only the mesh axes may differ",
+        "4: reshard: bf16[M, K] cannot become bf16[M]; write the same dims: only the mesh axes may differ",
     ),
     "reshard of an int by a name": (
         'return hw.reshard(x, "X@x", "K")',

@@ -1,4 +1,4 @@
-"""The interpreter gives NumPy's results for handwritten host programs, on every rank."""
+"""The interpreter gives NumPy's results for the examples and for handwritten host programs, on every rank, and reports faults."""
 
 from __future__ import annotations
 

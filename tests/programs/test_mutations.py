@@ -119,7 +119,7 @@ def test_dropped_order_of_channels() -> None:
     assert list(rejected) == ["1 record turn[0]", "2 wait turn[0]", "3 record turn[0]"]
     first, *others = rejected.values()
     assert "wait turn[0]: a wait whose record may not have run" in first
-    assert all("are over different channels, and nothing orders them on the rank, which can deadlock" in other for other in others)
+    assert all("are over different channels, and nothing orders them on the rank: they can deadlock" in other for other in others)
 
 
 def without_idle_waits(mutant: HostProgram) -> HostProgram:

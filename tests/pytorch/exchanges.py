@@ -1,4 +1,4 @@
-"""Counts communications in programs of modules."""
+"""Counts all-gathers in programs of modules."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from hostweave.host_ir.tree import Body, bodies
 
 
 def gathers(*programs: hw.Program) -> int:
-    """Number of all-gathers in a call of each program, without those that are half of an all-reduce."""
+    """Number of all-gathers minus number of reduce-scatters, summed over one call of each program. An all-reduce by both counts as 0."""
     return sum(_counted(inlined(program.host).body, program.host.depths()) for program in programs)
 
 

@@ -106,9 +106,9 @@ def test_dynamic_sizes() -> None:
         compiled(dynamic_shapes=({0: torch.export.Dim("batch")}, None))
 
 
-def optimized(make: Callable[[list[nn.Parameter]], Any]) -> Any:
+def optimized(make: Callable[[list[nn.Parameter]], Any], x: Any = X) -> Any:
     module = Layer(lambda self, x: self.down(self.up(x)).sum())
-    return hostweave.torch.compile(module, MESH, {}, (X,), optimizer=make(list(module.parameters())))
+    return hostweave.torch.compile(module, MESH, {}, (x,), optimizer=make(list(module.parameters())))
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
@@ -123,6 +123,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
 def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         optimized(make)
+
+
+def test_an_argument_that_requires_grad_with_an_optimizer() -> None:
+    with pytest.raises(ProgramError, match="the argument x requires grad; detach\\(\\) it in example_inputs, or omit optimizer="):
+        optimized(torch.optim.AdamW, X.clone().requires_grad_())
 
 
 def test_a_step_needs_one_loss() -> None:
@@ -210,7 +215,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
     "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; it must be 4.*; or compile once for each size$"),
-    "captured": (lambda call: call.capture(X), r"Layer: capture: in training .*; pass options=hw.Options\(graph="),
+    "captured": (lambda call: call.capture(X), r"Layer: capture: a module compiled for training .*; pass options=hw.Options\(graph="),
     "structure": (lambda call: call(X, 2.0), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
 }
 

@@ -278,8 +278,8 @@ TEST(neighbouring_bytes_do_not_conflict) {
   on_ranks(1, [](int) {
     const Stream a, b;
     const Buffer<unsigned char> x(64), y(64), z(64);
-    OK(cudaMemcpy2DAsync(x, 8, y, 4, 4, 8, cudaMemcpyDeviceToDevice, a));      // the left half of every row
-    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // copies the right half
+    OK(cudaMemcpy2DAsync(x, 8, y, 4, 4, 8, cudaMemcpyDeviceToDevice, a));      // writes the left half of every row
+    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // writes the right half of every row
     OK(cudaDeviceSynchronize());
   });
 }

@@ -96,7 +96,7 @@ def limit() -> int:
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
-        raise BuildError(f"HOSTWEAVE_CACHE_LIMIT={text}: is not a size; write a size such as 500 MB or {_LIMIT}")
+        raise BuildError(f"HOSTWEAVE_CACHE_LIMIT={text} is not a size; write a size such as 500 MB or {_LIMIT}")
     return int(float(number[1]) * 1000 ** " kMGT".index(number[2] or " "))
 
 

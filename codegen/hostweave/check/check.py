@@ -30,33 +30,32 @@ def check(
     stages: Stages | None = None,
     max_elements: float = MAX_ELEMENTS,
 ) -> tuple[str, ...]:
-    """Checks a program, by default at several small sizes. Returns descriptions of parts that were not checked: lines that never ran, user
-    kernels, and sizes at which results were not compared.
+    """Checks a program, by default at several small sizes.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
     after each pass, to find the pass that introduced a fault. The comparison is skipped for sizes at which the fusion computes more than
-    `max_elements` elements.
+    `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
 
     Raises ProgramError for the first fault on any rank.
 
     A fault is one of these:
 
     - Two accesses of the same bytes, of which at least one is a write, are not ordered by a stream, an event or arriving data. The caller's
-      accesses before and after the call are included.
+      accesses before and after the call are included. Accesses of one instruction or group are unordered.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.
-    - An output is not written completely.
+    - An output is not written completely, or differs from the result of the fusion.
 
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
-    If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
-    in the first call. Three more rules then hold. The puts, signals and waits of a rank must be totally ordered. The program must end if
-    each device executes all streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the
-    receiver has waited for the first. CUDA graphs need the last two rules.
+    If the program has signals, two consecutive calls are checked: a put of the second call must be ordered after the target's work in the
+    first call. Three more rules then hold. The signals and waits of a rank must be totally ordered. The program must end if each device
+    executes all streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the receiver has
+    waited for the first. CUDA graphs need the last two rules.
     """
     calls = 2 if program.has_signals else 1
     checked: list[Case] = []
@@ -129,12 +128,9 @@ class _Checker:
             return
         for earlier in self.posted.unordered(task, clock):
             one, other = task.operation.communications[0], earlier.communications[0]
-            what = (
-                "over different channels"
-                if one.channel != other.channel
-                else "not both posted by the library, which orders only its own communications"
-            )
-            fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
+            library = "not both posted by the library (it orders only its own communications)"
+            what = library if one.channel == other.channel else "over different channels"
+            fault = f" and {other} are {what}, and nothing orders them on the rank: they can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.signal_order.unordered(task, clock):
             self.fail(part, f" and {earlier} can occur at the same time, and a wait cannot tell signals apart; {_remedy(part, earlier)}")
@@ -152,7 +148,7 @@ class _Checker:
                 return
             self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give the result separate memory")
         first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
-        self.fail(part, f"{first} while, in the same group, {then}: post them apart")
+        self.fail(part, f"{first} while, in the same group, {then}: put the two into separate groups")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
         """True if an instruction may write the memory that it reads: its class allows this, or it reads and writes element by element."""
@@ -242,7 +238,7 @@ def _rank_of(part: Operation, access: Access) -> int:
 
 def _remedy(later: Operation, earlier: Operation) -> str:
     if later.rank != earlier.rank:
-        return "add a signal after the first, and a wait for that signal before the second"
+        return f"add a signal after the operation of rank {earlier.rank}, and a wait for it before that of rank {later.rank}"
     if later.stream and not earlier.stream:
         return f"add fork {later.stream[0]} between them"
     if earlier.stream and not later.stream:

@@ -33,7 +33,7 @@ compdef _hostweave hostweave
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Returns the completion script for one of SHELLS. The script completes commands of a parser, and their options and choices."""
+    """Returns the completion script for one of SHELLS. The script completes a parser's commands, options and positional choices."""
     if shell == "fish":
         return "".join(f"{line}\n" for line in _fish(parser))
     template, case = (_BASH, '    {}) words="{}" ;;') if shell == "bash" else (_ZSH, "    {}) found=({}) ;;")

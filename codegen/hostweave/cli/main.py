@@ -77,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     what = "a fusion in a Python file, an example (seeds:ag_matmul_p2p), or a .hw file with IR text"
     program.add_argument("program", metavar="FILE.py:FUSION", help=what)
     program.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
-    program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, for the compiler's choices")
+    program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for the compiler's choices, checks and predictions")
     program.add_argument("--overlap", choices=OVERLAPS, default="auto", help="how chunk loops are chosen (default auto)")
     program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="transport of bytes between ranks (default auto)")
     program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a chunk loop (default 4)")
     target.add_argument("--target", choices=NAMES, default="cpu", help="target (default cpu)")
-    as_json.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    as_json.add_argument("--json", action="store_true", help="print JSON, for scripts; for bench with --list, for cache with list or size")
 
     demo = add("demo", _demo, "Compile an example, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
@@ -91,14 +91,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add("compile", _compile, "Compile a program and print the folder of its sources and module.", program, target, as_json)
     add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small sizes.", program, as_json)
-    add(
-        "explain",
-        _explain,
-        "Explain the choice for each communication, with times of the alternatives.",
-        program,
-        target,
-        as_json,
-    )
+    explain_help = "Explain the choice for each communication, with times of the alternatives."
+    add("explain", _explain, explain_help, program, target, as_json)
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
@@ -122,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
 
     benchmarks = add("bench", _bench, "Run the benchmarks that this machine can run, and compare with other libraries.", as_json)
-    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all benchmarks that this machine can run")
+    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run, without figures")
     benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 
     doctor_help = "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts."
@@ -178,7 +172,9 @@ def _check(options: argparse.Namespace) -> None:
         print(json.dumps({"name": compiled.name, "mesh": str(compiled.mesh), "sizes": settings.sizes, "unchecked": unchecked}))
         return
     print(f"{compiled.name} on {compiled.mesh}: no race, no deadlock, no unmatched communication on any rank")
-    print("its results equal those of the fusion" if isinstance(program, Fusion) else "its results are not checked: host IR has no fusion")
+    skipped = any(text.startswith("the results") for text in unchecked)
+    equal = "some or all results are not compared; the others equal" if skipped else "its results equal"
+    print(f"{equal} those of the fusion" if isinstance(program, Fusion) else "its results are not checked: host IR has no fusion")
     for text in unchecked:
         print(f"not checked: {text}")
 
@@ -290,9 +286,9 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
         if not equals or not value.strip().isdigit():
-            raise HostweaveError(f"{option} {text}: {setting}: is not a size; write NAME=NUMBER, with commas between several")
+            raise HostweaveError(f"{option} {text}: {setting!r} is not a size; write NAME=NUMBER, with commas between several")
         if len(value) > 2 * len(str(MAX_SIZE)) or int(value) > MAX_SIZE:
-            raise HostweaveError(f"{option} {name.strip()}={value[:20]}: too large for any memory; pass the size of a call")
+            raise HostweaveError(f"{option} {name.strip()}={value[:20]}: no memory holds so many elements; pass a smaller size")
         sizes[name.strip()] = int(value)
     return sizes
 

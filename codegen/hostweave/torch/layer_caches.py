@@ -131,7 +131,7 @@ class Part:
 
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
-        """Replaces the tensors of the state by `begun`, and records uses of other cache layers inside the `with` block."""
+        """Replaces the tensors of the state by `begun`, and records uses of other cache layers. Restores the state if the block raises."""
         self._begun = [(tensor, tensor._version) for tensor in begun]
         self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
@@ -144,7 +144,7 @@ class Part:
             vars(self._cache)["layers"] = self._layers
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
-        """Returns the state after a call, and a reason why the layer cannot represent other layers, or "". Adds new tensors to `made`."""
+        """Returns the state after a call, and why equal layers cannot reuse the trace, or "". Adds new and written tensors to `made`."""
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}
@@ -185,7 +185,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves. Tensors of equal layout have equal keys. Equal numbers have equal keys. None if a leaf is another object."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a SymInt or of NUMBERS. None for other objects."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -29,8 +29,8 @@ _IS_FIRST = "is_first"  # input of the program that accumulates gradients: 1 in 
 class TrainingStep(Differentiated):
     """A training step. `hostweave.torch.compile` returns it with `optimizer`. A call returns the module's results, and updates parameters.
 
-    Parameters, and the tensors in `optimizer.state`, are updated in place by the same program, `program`. Numbers that change between
-    steps, such as learning rates, are computed by the optimizer's code at each call. Otherwise a TrainingStep is a CompiledModule.
+    The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each call that
+    updates, the optimizer's code computes numbers such as learning rates. Otherwise a TrainingStep is a CompiledModule.
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are
@@ -68,7 +68,7 @@ class TrainingStep(Differentiated):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, or adds gradients. Returns the module's results before the update.
 
-        Raises ArgumentError if arguments do not fit, or in a group if the plan shards a parameter that is not a DTensor.
+        Raises ArgumentError if arguments do not fit. In a group, also raises it if the plan shards a parameter that is not a DTensor.
         """
         passed, given = self._leaves(args, kwargs)
         group = current_group()
@@ -116,7 +116,7 @@ class TrainingStep(Differentiated):
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def _update(self, graph: Graph) -> GradientUpdate:
-        """Inputs and results of the optimizer's step for the gradients of the graph."""
+        """Returns the optimizer's step for the gradients of the graph: types of its inputs, donated inputs, and its computation."""
         updates = self._updates
         of_name = {one.name: one for one in updates.parameters}
         types: dict[str, TensorType] = {}
@@ -143,8 +143,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Returns the new parameters and state. With clipping, the gradient norm precedes them. With scaling, the number of elements that
-        are not finite follows the norm."""
+        """Returns the new parameters and state. With clipping, the gradient norm comes first. With scaling, the number of elements of
+        the gradients that are not finite precedes the parameters."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()
@@ -159,13 +159,13 @@ class TrainingStep(Differentiated):
 
 def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields the parameters with gradients, in the order of the gradients, as (input of the graph, path, tensor). Raises ProgramError for a
-    gradient of anything else."""
+    gradient of an argument, and for a gradient that does not depend on the inputs."""
     names = {of: name for name, of in graph.parameters.items()}
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:
             continue
         if origin.kind != "parameter":
-            raise ProgramError(f"optimizer: {origin.name} requires grad, but is not in the optimizer; add it, or freeze it")
+            raise ProgramError(f"optimizer: the argument {origin.name} requires grad; detach() it in example_inputs, or omit optimizer=")
         if node in graph.constants:
             raise ProgramError(f"optimizer: the gradient of {origin.name} does not depend on the inputs; freeze it, or omit optimizer=")
         yield names[origin.name], origin.name, tensor_of(module, origin.name)

@@ -39,7 +39,7 @@ class Differentiated(CompiledModule):
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
-            f"{self._name}: capture: in training a call is only the forward pass; pass "
+            f"{self._name}: capture: a module compiled for training cannot be captured; pass "
             'options=hw.Options(graph="auto"), or compile it again without gradients'
         )
 
@@ -84,7 +84,7 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs and the values saved for the backward pass. `backward` computes the gradients, which are sharded like the
+    the outputs and the values saved for the backward pass. The program `backward` computes the gradients, which are sharded like the
     parameters. Otherwise a TrainingModule is a CompiledModule.
     """
 
@@ -206,8 +206,8 @@ class _Step(torch.autograd.Function):
 
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the version counter of a result. The backward pass reads a copy of the result, but a write to the result is an
-    error, as in torch."""
+    """An empty tensor with the version counter of a result. It is saved so that autograd reports a write to the result. The backward pass
+    itself reads only a copy."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

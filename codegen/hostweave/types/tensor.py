@@ -228,9 +228,9 @@ class TensorType:
         or dims, and for a zigzag dim that cannot be cut into equal pieces.
         """
         if len(self.dims) > MAX_DIMS:
-            raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
+            raise ProgramError(f"{self} has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
-            raise ProgramError(f"{self}: has more than 2**63 - 1 elements; reduce its sizes", location)
+            raise ProgramError(f"{self} has more than 2**63 - 1 elements; reduce its sizes", location)
         repeated = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if repeated is not None:
             raise ProgramError(f"{self}: mesh axis {repeated} is used twice; each axis can split one dim", location)

@@ -70,7 +70,7 @@ LOOP = """\
 def test_a_loop() -> None:
     assert unordered(host(LOOP)) == (
         "text:7: rank 0, ring[1], %i = 1: all_reduce sum %x_i -> %y_i on tp and rank 0, ring[0], %i = 0: all_reduce sum %v_i -> %z_i on dp "
-        "are over different channels, and nothing orders them on the rank, which can deadlock; add record/wait or put both on one stream"
+        "are over different channels, and nothing orders them on the rank: they can deadlock; add record/wait or put both on one stream"
     )
     assert (
         ordered(host(LOOP))
@@ -115,7 +115,7 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   join ring"""
     assert unordered(host(body)) == (
         "text:17: rank 0, the caller's stream: all_reduce sum %v -> %z on tp and rank 0, ring[1], %i = 1: recv %y_i from 1 - rank.dp on dp "
-        "are over different channels, and nothing orders them on the rank, which can deadlock; add join ring between them"
+        "are over different channels, and nothing orders them on the rank: they can deadlock; add join ring between them"
     )
     assert (
         ordered(host(body))

@@ -254,7 +254,7 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     if not enable_gqa and q[-3] != k[-3]:
         raise ProgramError.here(f"attention: {shapes} differ in their numbers of heads; use enable_gqa=True if query heads share key heads")
     if group is None or not group.is_int:
-        raise ProgramError.here(f"attention: {shapes}: the query head count must be a multiple of the key head count; use such int sizes")
+        raise ProgramError.here(f"attention: {shapes}: the query heads must be an int multiple of the key heads; reshape them")
     return int(group)
 
 

@@ -53,7 +53,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or x.ndim < 2:
         raise ProgramError.here(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them")
     if x.type.shape[-1] != weight.type.shape[1]:
-        raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; the weight is [N, K]")
+        raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; transpose it to [N, K]")
+    if x.dtype != weight.dtype:
+        raise ProgramError.here(f"linear: dtypes differ: {x.type} and a weight of {weight.type}; use hw.astype on one of them")
     if bias is not None and bias.type.shape != weight.type.shape[:1]:
         raise ProgramError.here(f"linear: the bias is {bias.type}, and the weight {weight.type}; pass one element per row of the weight")
     product = hw.matmul(x, weight.T)
@@ -95,7 +97,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
-        raise ProgramError.here(f"{name}: correction={correction!r} is not an int, as the symbolic size {count} requires; use int sizes")
+        raise ProgramError.here(f"{name}: correction={correction!r} must be an int, because the size {count} is symbolic; use int sizes")
     # One tensor holds both the sum of differences and the sum of squares, so that one all-reduce suffices.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
@@ -324,10 +326,9 @@ def _indices(x: Tensor) -> list[Tensor]:
 
 def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
     if len(counter) > MAX_RANDOM_DIMS:
-        why = f"{x.type} has {len(counter)} dims, and {MAX_RANDOM_DIMS} are supported"
-        raise ProgramError.here(f"uniform: {why}; reshape it")
+        raise ProgramError.here(f"uniform: {x.type} has {len(counter)} dims, but at most {MAX_RANDOM_DIMS} are supported; reshape it")
     for name, value in (("seed", seed), ("draw", draw)):
-        if isinstance(value, int) and not fits(value, u32):
+        if not fits(value, u32) if isinstance(value, int) else isinstance(value, Tensor) and value.dtype != u32:
             raise ProgramError.here(
                 f"uniform: {name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims"
             )

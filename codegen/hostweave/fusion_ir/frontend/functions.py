@@ -1,6 +1,6 @@
-"""Functions for writing fusions. Names are those of the Python array API standard, or else of torch.nn.functional.
+"""Matmuls, casts, constants, changes of shape, and resharding. Most names are those of the Python array API standard or of torch.
 
-Simple pointwise ops and reductions are generated from the op table. This module contains the other functions.
+Simple pointwise ops and reductions are generated from the op table. Other modules of this package define the remaining functions.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     If dim K is sharded, the result is a partial sum. The compiler all-reduces it, or reduce-scatters it to the sharding of a `reshard`.
 
-    Raises ProgramError for other dtypes, or if the inner dims differ.
+    Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
 
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
     """
@@ -76,7 +76,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication, and `a` may be a tensor of ints.
+    If the exponent is the Python int 1, 2, 3 or 4, the power is computed by multiplication, and `a` may be a tensor of ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -131,7 +131,8 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
     Returns x itself if it already has the dtype.
 
     Casts to ints keep the low bits of the source int, or of the float converted to i64. So -1.0 becomes 4294967295 in u32 on all targets.
-    NaN and floats that fit neither i64 nor u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller int dtypes.
+    Floats from 2^63 to 2^64 are converted to u64 instead. NaN and floats outside both ranges become -2^63 in i64, 2^63 in u64, and 0 in
+    smaller int dtypes.
 
     Values too large for f16, bf16 or f8e5m2 become infinite. Values too large for f8e4m3 become 448.
 
@@ -157,7 +158,9 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
 def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
     """A tensor of zeros. `shape` is a size, or a list of sizes. A size is an int, or text such as "M".
 
-    Each name must be that of a dim of an input. The tensor is replicated; `hw.reshard` shards it.
+    The tensor is replicated; `hw.reshard` shards it.
+
+    Raises ProgramError for a name that no dim of an input has, for a size below 1, or if `dtype` is not a hostweave dtype.
 
     Example: `hw.concat([hw.zeros((1, "N")), x], axis=0)` with `x: f32[M, N]`.
     """
@@ -175,9 +178,9 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
 @checked
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
-    """A tensor whose elements all equal `fill_value`, a Python number. Shape and dtype are those of `hw.zeros`.
+    """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are those of `hw.zeros`.
 
-    Raises ProgramError for a number that the dtype cannot represent, such as a fraction in an int dtype.
+    Also raises ProgramError if `fill_value` is not a number, or not a value of an int or bool `dtype`. Floating dtypes round it.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
     """
@@ -186,10 +189,10 @@ def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType 
 
 @checked
 def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
-    """Vector of the numbers start, start + step, ... that are less than `stop`. A single argument is `stop`, and `start` is then 0.
+    """Vector of the numbers start, start + step, ... before `stop`. A single argument is `stop`, and `start` is then 0.
 
-    `stop` may be a size as text, such as "M". `start` and `step` are then ints, and in each call `step` must divide `stop - start`.
-    Elements of 64-bit dtypes are computed in i64, others in i32. Raises ProgramError for other bounds or steps, and for dtype bool.
+    `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` is positive, and divides `stop - start` in each
+    call. Floating dtypes are computed in i32, and then cast. Raises ProgramError for other bounds or steps, and for dtype bool.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -261,7 +264,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
     """Inserts dims of one element. `axis` gives their positions in the result.
 
-    Raises ProgramError for a position out of range.
+    Raises ProgramError for a position that is out of range or named twice.
 
     Example: `x: f32[M, N]` becomes `f32[M, 1, N]` by `hw.expand_dims(x, 1)`, also written `x[:, None]`.
     """
@@ -342,7 +345,7 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
     If dim `axis` is sharded, it is gathered first. Most ops that compute an operand write directly into the result, without a copy.
 
-    Raises ProgramError for an empty list, or if shapes or dtypes differ.
+    Raises ProgramError for an empty list, or if dtypes or other dims differ.
 
     Example: `hw.concat([a, b], axis=0)` with `a: f32[M, K]` and `b: f32[N, K]` gives `f32[(M + N), K]`.
     """
@@ -360,7 +363,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
     The dim is divided into as many equal blocks as there are sources. If the dim is sharded with one block per rank, the op is a collective
     permute: each rank sends its block to at most one other rank.
 
-    Raises ProgramError if a block is named twice, or if the number of blocks does not divide the dim.
+    Raises ProgramError if a source names no block or a block is named twice, or if the number of blocks does not divide the dim.
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
@@ -382,9 +385,10 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     if mode != "constant":
         raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; build other modes from slices and hw.concat")
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
-        raise ProgramError.here(
-            f"pad: {tuple(pad)} is not a list of (before, after) for up to {x.ndim} dims of {x.type}, the last dim first"
-        )
+        why = f"not a flat list of ints, (before, after) for up to {x.ndim} dims of {x.type}, the last dim first"
+        raise ProgramError.here(f"pad: {tuple(pad)} is {why}; write it like (2, 3, 0, 1)")
+    if any(count < 0 for count in pad):
+        raise ProgramError.here(f"pad: {tuple(pad)} contains a negative width; use a slice to remove elements")
     if x.dtype.kind == "bool" and value in (0, 1):
         value = bool(value)
     if not fits(value, x.dtype):
@@ -434,7 +438,7 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
     given = tuple(stated(Dim.of, dim, "reshard") for dim in _listed(dims))
     wanted = TensorType(x.dtype, given, mesh=mesh or x.type.mesh)
     if wanted.shape != x.type.shape:
-        remedy = "repeat its dims: only the mesh axes may differ"
+        remedy = "write the same dims: only the mesh axes may differ"
         if len(given) == x.ndim:
             at = next(at for at, dim in enumerate(given) if dim.size != x.type.shape[at])
             remedy = f"dim {at} is {x.type.shape[at]} and not {given[at].size}: write {str(replace(given[at], size=x.type.shape[at]))!r}"

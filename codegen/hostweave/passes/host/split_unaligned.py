@@ -6,7 +6,7 @@
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
 with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul adds to this
-first result. `widen_rows` has already aligned the starts of rows, so no matrix is copied.
+first result. Matmuls with rows that do not start at multiples of 16 bytes are skipped. `widen_rows` aligns most rows before.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from hostweave.types.tensor import BufferType
 
 
 def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Splits each matmul that is faster after the split."""
+    """Splits each matmul that is faster after the split, unless rows of a matrix are unaligned."""
     types, taken = def_use(program).types, names_in(program)
 
     def split(i: tree.Instruction) -> tree.Body | None:

@@ -4,7 +4,7 @@
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
 becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If the keys are sharded in blocks, each rank attends to its
-local block.
+local block, or in a chunk loop to the block of the iteration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
