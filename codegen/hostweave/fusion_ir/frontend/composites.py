@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]. The result is [..., N].
     All operands have the same dtype.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes, or if dtypes differ.
 
     Example: `x: bf16[M, K]`, `weight: bf16[N@tp, K]` and `bias: bf16[N@tp]` give `bf16[M, N@tp]`.
     """
