@@ -146,7 +146,8 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
         try:
             got = hostweave.torch.compile(ours, hw.Mesh(tp=ranks), plan, (x,), training=training)(x)
         except ProgramError as error:
-            assert 0 in x.shape or any(word in str(error) for word in REFUSED), error
+            if 0 not in x.shape and not any(word in str(error) for word in REFUSED):
+                raise
             return
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3, equal_nan=True)
