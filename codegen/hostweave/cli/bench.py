@@ -27,7 +27,6 @@ RUNS_ALL = "figures"  # this benchmark runs most other benchmarks
 
 
 def benchmark_names() -> list[str]:
-    """Names of all benchmarks."""
     return sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 
 
@@ -43,8 +42,6 @@ def bench(names: Sequence[str]) -> int:
     """Runs the named benchmarks. Returns the last non-zero exit status, or 0.
 
     Without names, runs all benchmarks that this machine can run, except for `figures`, which itself runs most of them.
-
-    Raises HostweaveError if a name is unknown, or if a named benchmark needs more GPUs or a missing package.
     """
     status = 0
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()

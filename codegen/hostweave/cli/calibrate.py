@@ -23,10 +23,7 @@ BUSY = 5e-4  # seconds; if the smallest gather takes longer, another program use
 
 
 def calibrate() -> Iterator[str]:
-    """Measures and stores the constants, and yields a line of text for each.
-
-    Raises BuildError if there is no GPU or a build tool is missing. Raises ExecutionError if another program uses the GPUs.
-    """
+    """Measures and stores the constants, and yields a line of text for each."""
     gpus = cuda.gpus()
     if not gpus:
         raise BuildError("calibrate: there is no GPU to measure; run it on a machine with GPUs")
@@ -79,7 +76,8 @@ def _negated() -> Fusion:
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
     """Measures the times of an all-gather, and of a put and a get if these are possible, for each of SHARDS. The compiler emits puts and
-    gets only in a loop with a matmul. The weight has only 8 columns, so a matmul takes as long as reading its operand."""
+    gets only in a loop with a matmul. The loop here has a weight of only 8 columns, so that a matmul takes as long as reading its
+    operand."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)

@@ -240,7 +240,7 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns random global arrays for the inputs, by name. Raises HostweaveError if the value of a symbolic size is missing."""
+    """Returns random global arrays for the inputs, by name."""
     from hostweave.runtime.search import random_array
 
     if missing := {name for value in program.arguments for size in value.type.shape for name in size.symbols} - sizes.keys():
@@ -308,7 +308,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _build_wheel(folder: Path) -> None:
-    """Builds the wheel of an exported project and prints its path. Raises HostweaveError with the last lines of pip's output on failure."""
+    """Builds the wheel of an exported project and prints its path."""
     dist = folder / "dist"
     with progress("building the wheel"):
         project = str(folder.resolve())  # pip would look up a name without slashes in the package index

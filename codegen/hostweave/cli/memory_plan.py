@@ -41,7 +41,7 @@ class MemoryPlan:
 
 
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """Computes the plan that `prepare` makes on a rank, with the same planner. Raises ProgramError if a size does not divide evenly."""
+    """Computes the plan that `prepare` makes on a rank, with the same planner."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
     layout = replay.events.place()
     lines, rows = line_numbers(program), []
@@ -198,8 +198,7 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     """Returns the program with numbered lines, and the offsets of its buffers.
 
-    Sizes that `sizes` lacks are 4096, or the next larger value that divides as required. Raises HostweaveError if `sizes` has
-    a name that the program does not have.
+    Sizes that `sizes` lacks are 4096, or the next larger value that divides as required.
     """
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"

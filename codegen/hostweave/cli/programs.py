@@ -15,11 +15,7 @@ from hostweave.host_ir.ir import HostProgram
 
 
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
-    """Runs a Python file as a module. `constants` replace the values of top-level assignments such as `D = 8`.
-
-    Raises HostweaveError if the file is missing, is not Python, or does not assign one of `constants`. Raises MissingPackage if an import
-    fails.
-    """
+    """Runs a Python file as a module. `constants` replace the values of top-level assignments such as `D = 8`."""
     try:
         tree = ast.parse(_text(path), str(path))
     except SyntaxError as error:

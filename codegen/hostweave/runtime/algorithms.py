@@ -1,4 +1,5 @@
-"""cuBLASLt algorithms that `Options(tune=True)` measured. The cache keeps them, and all ranks of a group use the same ones."""
+"""Algorithms of cuBLASLt that `Options(tune=True)` has measured. The cache stores the algorithms, and all ranks of a group use the same
+ones."""
 
 import contextlib
 import json
@@ -18,10 +19,9 @@ Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class MeasuredAlgorithms:
-    """Algorithms that this process has loaded or measured for the devices named `device`."""
+    """The algorithms that this process knows for one kind of device."""
 
     def __init__(self, module: ModuleType, device: str):
-        """Loads the algorithms that earlier processes measured."""
         self._module = module
         self._entry = name_of("algorithms", device, str(module.blas_version()))
         self._use(self._saved())
@@ -29,13 +29,12 @@ class MeasuredAlgorithms:
     def agree(self, gather: Callable[[str], list[str]]) -> None:
         """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that knows one.
 
-        `gather` sends a record of this rank, and returns the records of all ranks, indexed by rank.
+        `gather` exchanges a text between the ranks: it takes the text of this rank, and returns the texts of all ranks.
         """
         for record in reversed(gather(json.dumps(self._known()))):
             self._use(json.loads(record))
 
     def save(self) -> None:
-        """Writes new algorithms to the cache."""
         with _save_lock:
             saved, known = self._saved(), self._known()
             if new := {problem: algorithm for problem, algorithm in known.items() if saved.get(problem) != algorithm}:

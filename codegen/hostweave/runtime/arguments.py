@@ -18,10 +18,7 @@ from hostweave.types.zigzag import Zigzag
 def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Returns the positional and named arguments of a call in the order of the parameters. Omits bound inputs.
-
-    Raises ArgumentError if an argument is missing, unknown, bound or given twice. The message names the program and the argument.
-    """
+    """Returns the arguments of a call in the order of `parameters`, the inputs that are not bound."""
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
 
@@ -44,18 +41,14 @@ def ordered_inputs(
 
 
 def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
-    """Raises ArgumentError if the number of arrays differs from the number of inputs."""
     if len(arrays) != len(parameters):
         signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
         raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}; pass one per input")
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Returns the ArrayLibrary of an array, and the array in the form that its methods take. Copies only if necessary.
-
-    Raises ArgumentError if the value is not an array, has another dtype or number of dims, or is not on a device of the target. The message
-    names the program and the parameter.
-    """
+    """Checks an array against the type of a parameter. Returns the array's library, and the array in the form that the library's methods
+    take."""
     try:
         library = library_of(array)
     except TypeError as error:
@@ -83,10 +76,7 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
 
 
 def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
-    """Returns the local block of a torch DTensor, or any other array unchanged.
-
-    Raises ArgumentError if the DTensor's mesh or placements differ from those of the program's type.
-    """
+    """Returns the local block of a torch DTensor, or any other array unchanged."""
     if not hasattr(type(array), "to_local"):
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
@@ -113,7 +103,6 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
 
 
 def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
-    """Raises ArgumentError if a donated array is read-only."""
     if not library.is_writable(array):
         raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
 
@@ -124,11 +113,11 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 class BoundInputs:
     """Bound arrays of a program by name, and the inputs that its calls still take.
 
-    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call makes the other checks.
+    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call on each rank makes the other
+    checks.
     """
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
-        """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
         # Arrays in the form that `accept` returns.
@@ -151,7 +140,7 @@ class BoundInputs:
 
     @cached_property
     def blocks(self) -> list[dict[str, ArrayView]]:
-        """Blocks of the bound arrays on every rank, if the arrays are global: a dict from name to block for each rank."""
+        """Blocks of the bound arrays, which must be global: a dict from name to block for each rank."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         return [
             {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
@@ -160,7 +149,7 @@ class BoundInputs:
 
 
 def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
-    """Returns a rank's block of a global array."""
+    """Block of a global array on a rank. The view has no array if the rank has no block."""
     if not holds(type_, mesh, rank):
         return ArrayView(tuple(array.shape))
     block_of_rank = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array

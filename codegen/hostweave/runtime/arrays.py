@@ -29,8 +29,8 @@ class ArrayLibrary(Protocol):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of all properties of an array that a call checks, including its address, so that arrays with equal keys need no new check.
-        None if the key cannot be computed quickly."""
+        """Key of all properties of an array that a call checks, including the address. Arrays with equal keys need no new check. None if
+        the key cannot be computed quickly."""
         return None
 
     def give(self, array: Array) -> Array:
@@ -111,7 +111,7 @@ def library_of(array: Array) -> ArrayLibrary:
         return _CUPY
     if package in ("jax", "jaxlib"):
         return _JAX
-    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # runs no code of the library
+    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # hasattr(array, ...) could run its code
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
 

@@ -31,7 +31,7 @@ LocalArrays = tuple[tuple[ArrayView, ...], ...]  # [rank][parameter]
 
 @dataclass(frozen=True)
 class GlobalCall:
-    """Local arrays of one call, and the facts that are needed to join the global results."""
+    """One call: the local arrays of all ranks, and the destinations of the global results."""
 
     program: HostProgram
     sizes: Mapping[str, int]
@@ -48,7 +48,6 @@ class GlobalCall:
         return inputs, outputs
 
     def expect_shapes_of(self, other: GlobalCall) -> None:
-        """Raises ArgumentError if the inputs of two calls that run back to back have different shapes."""
         for i, parameter in enumerate(self.program.arguments):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
                 raise ArgumentError(f"{self.program.name}: {parameter.name}: shapes differ between calls of one run; make them equal")
@@ -63,13 +62,12 @@ class GlobalCall:
     def global_results(self) -> Any:
         """Global output, or tuple of outputs.
 
-        A replicated output is copied from one rank. An output that reuses a donated input is that input's array, or a new array if their
-        shapes differ.
+        A replicated output is taken from one rank. If an output reuses a donated input, the result is the caller's array, or a new array if
+        the shapes differ.
         """
         return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
     def copy_to_donated(self) -> None:
-        """Copies results into the arrays that were donated for them."""
         for i, parameter in enumerate(self.program.results):
             if parameter.memory:
                 self._global_result(i, parameter)
@@ -95,8 +93,7 @@ class GlobalCall:
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
     """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
-    Raises ArgumentError if an array is missing or unknown, or if its dtype, number of dims, device or size does not fit the parameter's
-    type. The message names the program and the argument. Raises LoopsDoNotDivide if chunk loops do not divide a size evenly.
+    Raises LoopsDoNotDivide if chunk loops do not divide a size evenly.
     """
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)
@@ -136,7 +133,7 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
 
 
 def _expect_separate(program: HostProgram, donated: Mapping[str, tuple[ArrayLibrary, Array]]) -> None:
-    """Raises ArgumentError if two donated arrays have the same address. The address of an empty array may be 0."""
+    """Refuses two donated arrays with the same address. Several empty arrays may have the address 0."""
     names: dict[int, str] = {}
     for name, (library, array) in donated.items():
         address = library.address(array)

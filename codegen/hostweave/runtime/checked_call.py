@@ -44,7 +44,7 @@ class BoundTable:
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """Result of checking the arrays of a call, and the destinations of its outputs. Keeps no array alive."""
+    """Addresses and shapes of the checked arrays of a call. Keeps no array alive."""
 
     table: BoundTable
     library: ArrayLibrary | None  # library of the first array on this rank
@@ -90,7 +90,7 @@ class Arguments:
     def check_call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> CheckedCall:
-        """Checks the arrays of a call, unless equal arrays were checked before. Raises ArgumentError if they do not fit."""
+        """Checks the arrays of a call. Arrays with the keys (`ArrayLibrary.state`) of an earlier call are not checked again."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
@@ -113,7 +113,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> CheckedCall:
-        """Checks each array of a call, and then their sizes and addresses together."""
+        """Checks each array of a call, and that no written array overlaps another one."""
         name = self._host.name
         expect_count(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -143,7 +143,7 @@ class Arguments:
         return checked_call
 
     def table(self, bound: BoundInputs) -> BoundTable:
-        """Returns the checked bound inputs. Raises ArgumentError if an array does not fit this rank."""
+        """Returns the checked bound inputs."""
         return self.tables.get(bound) or self._new_table(bound)
 
     def _new_table(self, bound: BoundInputs) -> BoundTable:
@@ -208,10 +208,10 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
-        """Raises ArgumentError if an output array or a donated input overlaps another argument: writing one could overwrite the other."""
+        """Refuses an output array or a donated input that overlaps another argument, because a write to one could overwrite the other."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: among all earlier spans, and among the written ones
+        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: of all earlier spans, and of the written ones
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -239,7 +239,7 @@ class Arguments:
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)
 
     def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
-        """Shapes of the global inputs, computed from the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
+        """Shapes of the global inputs, computed from the blocks of all ranks."""
         global_shapes = []
         for index, parameter in enumerate(self._host.arguments):
             shapes = [shapes[index] for shapes in shapes_of_all]
@@ -257,7 +257,8 @@ class Arguments:
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
         """Shapes of the global inputs, computed from global sizes that the caller passes and from local shapes.
 
-        A local shape is None if there is no array yet. If the caller passes no sizes, sharded dims are assumed to be even.
+        A local shape is None if there is no array yet. Sharded dims are assumed to be even if the caller passes no sizes or some shape is
+        None.
         """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
         infers = not sizes or None in shapes  # a call that passes sizes has to pass those of all sharded dims
@@ -283,5 +284,5 @@ class Arguments:
 
 
 def addresses_and_shapes(arrays: Sequence[MadeOutput]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
-    """Addresses and shapes of a rank's arrays."""
+    """Addresses and shapes of a rank's arrays: 0 and () for an array that the rank does not have."""
     return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)

@@ -51,9 +51,9 @@ def seeded(
     of these by the seed, usually pct.
 
     With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
-    `buffered_sends`, a send may complete before its recv starts. If either of them is None, the seed decides. `check_dependencies` is on by
-    default. It reports conflicting accesses that the program does not order, even if they do not collide in this schedule. Raises
-    ArgumentError for an unknown picker.
+    `buffered_sends`, a send may complete before its recv starts. If `ordered_launches` or `buffered_sends` is None, the seed decides.
+    `check_dependencies`, on by default, reports conflicting accesses that the program does not order, even if the accesses do not collide
+    in this run. Raises ArgumentError for an unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
@@ -68,7 +68,7 @@ def parallel(
 ) -> AbstractContextManager[None]:
     """Runs all ready operations of the CPU target in parallel. This is the default.
 
-    `timeout_seconds` applies to both targets. If no rank makes progress for that long, `run` and similar calls raise with a report.
+    `timeout_seconds` applies to both targets: if no rank makes progress for that long, `run` and similar calls raise with a report.
     """
     return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

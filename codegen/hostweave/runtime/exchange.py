@@ -52,7 +52,7 @@ class Exchange:
         """Reports to the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
-        """Reports to the other ranks that this rank leaves after `calls` calls, so that these ranks do not wait for it."""
+        """Tells the other ranks not to wait for this rank after its first `calls` calls."""
 
     def left(self) -> dict[int, int]:
         """Ranks that have left, each with the number of its calls."""
@@ -188,7 +188,7 @@ class ThreadTable:
         self.records: dict[int, str] = {}  # rank -> record in the current exchange
         self.result: list[str] = []  # records of the last exchange, by rank
         self.left: dict[int, int] = {}  # rank that has left -> number of its calls
-        self.timed_out_ranks: list[int] = []  # ranks that were absent when the first rank timed out; the others then time out too
+        self.timed_out_ranks: list[int] = []  # ranks that were absent when the first rank timed out; all waiting ranks then time out
         self.failure: str | None = None
         self.positions: list[str | None] = [None] * len(self.threads)
         self.position_functions: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
@@ -297,7 +297,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The step that a rank is about to take, such as a call of a program or of `group.split`. `error` is the reason if it cannot."""
+    """The step that a rank is about to take, such as a call of a program or of `group.split`. `error` is the reason if the rank cannot take
+    the step."""
 
     program: str
     mesh: str

@@ -15,8 +15,8 @@ CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls
 class CommonGraphs:
     """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
 
-    The library of these transports requires that all ranks capture a communication, or none. So all ranks must decide alike, but a rank
-    knows only whether its own arrays repeat. Therefore all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
+    The library of these transports requires that all ranks capture a communication, or none. All ranks must therefore decide alike, but a
+    rank knows only whether its own arrays repeat. So all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
     graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as
     graphs until the next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
     """
@@ -50,8 +50,8 @@ class Captured:
     """A call with fixed arrays that was captured as a CUDA graph. `Program.capture` returns it.
 
     A launch computes `outputs` from the current values of the captured input arrays. All launches write to the same memory, so only one
-    thread at a time may use the object. If several threads use it, put each launch, and each use of its inputs and outputs, inside `with
-    step:`.
+    thread at a time may use the object. If several threads use the object, put each launch, and each use of its inputs and outputs, inside
+    `with step:`.
 
     Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
     """
@@ -82,9 +82,9 @@ class Captured:
         """Launches the graph after all work on `stream`, like a call of the program. By default `stream` is the current stream of the
         arrays' library.
 
-        Returns `outputs`, on the CPU target when the work is done. Raises ExecutionError if the group has failed, if the program
-        is closed, or if several threads launch the graph without `with step:`. Raises CaptureError if the stream is being captured. Raises
-        ArgumentError if arrays are passed.
+        Returns `outputs`. On the CPU target, the launch returns when the work is done. Raises ExecutionError if the group has failed, if
+        the program is closed, or if several threads launch the graph without `with step:`. Raises CaptureError if the stream is being
+        captured. Raises ArgumentError if arrays or an invalid stream are passed, or if the other ranks launch with other sizes.
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays; write new values into the captured arrays")

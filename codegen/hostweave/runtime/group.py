@@ -75,8 +75,8 @@ def init(
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. By default it is the local rank modulo the number of visible GPUs.
 
-    Raises ExecutionError if ranks do not join in time, or disagree on the number of ranks. Raises ArgumentError if this process is already
-    in the group as another rank or with another number of ranks, and for arguments of wrong types.
+    Raises ExecutionError if ranks cannot connect, do not join in time, or disagree on the number of ranks. Raises ArgumentError for invalid
+    arguments or environment variables, and if this process is already in the group as another rank or with another number of ranks.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
@@ -196,8 +196,9 @@ class Group(FallibleGroup):
         group. Several groups can work at the same time. A new group has separate channels, and fails independently of this group. Closing
         this group also closes the new group.
 
-        Raises ArgumentError if a color or key is not an int. Raises ArgumentError in a group of `hw.Communicators`, because its ranks
-        cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
+        Raises ArgumentError if `color` is neither an int nor None, or if `key` is not an int. Raises ArgumentError in a group of
+        `hw.Communicators`, because its ranks cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank
+        makes a different call or is late.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
@@ -234,8 +235,9 @@ class Group(FallibleGroup):
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
         with the last array that uses it. After `close`, only this rank can access the array.
 
-        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if ranks
-        cannot access each other's memory, for example on several hosts. Raises ExecutionError if the group has failed or memory runs out.
+        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if the ranks
+        cannot share memory, for example on several hosts. Raises ExecutionError if the group has failed, if another rank makes a different
+        call or is late, or if memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
@@ -305,8 +307,7 @@ class Group(FallibleGroup):
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Exchanges and compares the signatures of all ranks, which say what each rank is about to do. Returns the signatures by rank.
 
-        If `error` is given, raises it after the exchange. Raises ExecutionError if another rank is about to do something else, fails, or
-        times out. In the last two cases, `waits_for` is appended to the message.
+        If `error` is given, raises `error` after the exchange. If another rank fails or times out, `waits_for` is appended to the message.
         """
         records = self._gather(str(signature), timeout, f"{signature.program}: ", waits_for)
         if error:
@@ -320,8 +321,8 @@ class Group(FallibleGroup):
         """Returns True if all ranks pass the same value, compared in shared memory of their host. Returns None if they have no shared
         memory.
 
-        All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. Raises
-        ExecutionError if the group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to the message.
+        All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. If the group
+        fails, or a rank does not arrive within `call_timeout`, `waits_for` is appended to the message.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -367,10 +368,7 @@ class Group(FallibleGroup):
         return (barrier if all_have else None,)
 
     def all_true(self, value: bool) -> bool:
-        """Returns True on all ranks if all of them pass True. Collective.
-
-        Raises ExecutionError if a rank fails or does not call this method within `call_timeout`.
-        """
+        """Returns True on all ranks if all of them pass True. Collective."""
         return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:

@@ -54,7 +54,7 @@ _calls_lock = reset_after_fork(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
-    """Returns the program as a JAX function. Raises MissingPackage without JAX, and ArgumentError if JAX cannot call this program."""
+    """Returns the program as a JAX function."""
     name, host = program.name, program.host
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.results if output.memory]:
@@ -153,8 +153,7 @@ def _register(jax: Any, target: str) -> str:
 
 @cache
 def _library(include: Path, version: str) -> ctypes.CDLL:
-    """Native handler of the custom calls. It is compiled on first use with the headers of the installed JAX. Raises BuildError on
-    failure."""
+    """Native handler of the custom calls, compiled on first use with the headers of the installed JAX."""
     toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]

@@ -55,7 +55,6 @@ class LaunchedRank:
     """Rank of this process, and the address of the job's store: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):
-        """Raises ArgumentError if no launcher has started this process, or if its variables are incomplete."""
         launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
         if launcher is None:
             markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
@@ -87,7 +86,6 @@ def _port(environ: Environ, name: str) -> int:
 
 
 def _host(environ: Environ, launcher: Launcher, count: int) -> str:
-    """Host that rank 0 is on."""
     if host := environ.get("MASTER_ADDR"):
         return host
     if nodes := environ.get("SLURM_STEP_NODELIST"):

@@ -57,8 +57,7 @@ class LocalProgram:
         """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
 
         `lacks` names the library calls that this rank lacks, or is "". If a rank passes a non-empty text, no channel is created, and
-        `out_of_reach` is this text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the
-        ranks have different programs. Raises CaptureError if the stream of the first call is being captured.
+        `out_of_reach` is this text on all ranks.
         """
         group.expect_working()
         self.host, self.target, self._group = host, target, group
@@ -134,7 +133,7 @@ class LocalProgram:
         self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
-        """Native program and rank for one call. Raises ExecutionError if another thread has closed the program."""
+        """Native program and rank for one call."""
         native, member = self.native, self._member
         if native is None or member is None:
             self._group.expect_working()

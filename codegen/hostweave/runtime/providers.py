@@ -183,8 +183,10 @@ class SplitProvider(KnownRank):
 class Environment:
     """Ranks that are processes started by torchrun, mpirun or srun. Environment variables give the ranks, and rank 0 runs a TCP store.
 
-    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port computed from MASTER_PORT, never on MASTER_PORT. Both
-    ends authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if variables are missing.
+    The store listens at HOSTWEAVE_BIND if that is set, otherwise at MASTER_ADDR. Without MASTER_ADDR, it listens at the first node of an
+    srun step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT, or by default a port that is computed from
+    MASTER_PORT or the job's name, never MASTER_PORT itself. Rank 0 and the other ranks authenticate each other with HOSTWEAVE_TOKEN.
+    `environ` replaces os.environ. Raises ArgumentError if variables are missing or invalid.
 
     Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
     """
@@ -209,8 +211,8 @@ class Environment:
 class TorchStore(KnownRank):
     """Ranks that are processes of torch.distributed. Uses only the default store of torch.distributed, or the given store.
 
-    Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises MissingPackage if
-    PyTorch is not installed.
+    Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises ArgumentError if
+    `store` is not a store of torch.distributed. Raises MissingPackage if PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
@@ -258,7 +260,7 @@ class MPI:
     """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
     Rank 0 runs a TCP store. When all ranks call `hw.init`, MPI broadcasts the store's address and a random token. Raises MissingPackage if
-    mpi4py is not installed.
+    `comm` is omitted and mpi4py is not installed. Raises ArgumentError if `comm` is not a communicator.
 
     Example: `hw.init(hw.MPI())`.
     """

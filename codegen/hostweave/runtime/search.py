@@ -39,8 +39,7 @@ Make = Callable[[Mapping[str, str]], Searched]
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
     """Returns the choices of a program with measured times. Each choice keeps only the alternatives that were run, fastest first.
 
-    `make` compiles the program with given alternatives. `key` identifies the options and the machine. Raises ProgramError if a size is not
-    stated. Raises ProgramError in a process that is one of several ranks, unless an earlier result is stored.
+    `make` compiles the program with given alternatives. `key` identifies the options and the machine.
     """
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.given_sizes() if name not in sizes]:

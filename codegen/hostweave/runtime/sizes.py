@@ -93,8 +93,7 @@ class ComparedSizes:
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
         """Compares the sizes of the next call between ranks, unless they equal those of the last call.
 
-        Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank passes other
-        sizes, and ExecutionError if another rank has made the call without comparing.
+        Returns True if the sizes are new. `shapes` is a key that determines the sizes.
         """
         last = self._last
         if last.variant is self and last.shapes == shapes:

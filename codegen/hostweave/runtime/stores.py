@@ -34,7 +34,7 @@ class Store(Protocol):
         """Sets a value. An earlier value is replaced."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Returns the value. Waits up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError if the value is not set by then."""
+        """Returns the value. Waits up to `timeout` seconds until the value is set. Raises TimeoutError if the value is not set by then."""
 
 
 class MemoryStore:
@@ -304,7 +304,8 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """Socket that listens at the first free address. If the host is "" or resolves to loopback, it listens on all interfaces."""
+    """Socket that listens at the first free address. Listens on all interfaces if the host is "", or a name other than localhost that
+    resolves to loopback."""
     for host, port in addresses:
         try:
             family, address = _interface(host)

@@ -131,7 +131,7 @@ class Windows:
 
 
 def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPosition, ...]:
-    """Positions of the arguments that a program declares to be in windows. Raises ArgumentError if such an argument is not in a window."""
+    """Positions of the arguments that a program declares to be in windows."""
     places, remedy = [], "pass an array of group.empty"
     addresses = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):
@@ -145,7 +145,7 @@ def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span],
 
 
 def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
-    """Checks the arguments of `Group.empty`. Returns the shape as a tuple of ints. Raises ArgumentError if an argument is wrong."""
+    """Checks the arguments of `Group.empty`. Returns the shape as a tuple of ints."""
     sizes = (shape,) if isinstance(shape, int) else shape
     try:
         is_shape = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes)

@@ -75,20 +75,20 @@ def compile(
     - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel or
       PrepareModuleInput.
 
-    A parameter that is a DTensor is sharded already. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are then the
-    inputs of one rank: tensors with the same number of rows as the first tensor are sharded by rows. Results have the rows of the rank, and
-    a loss is the loss over the rows of all ranks. All other shardings are inferred. Outputs are replicated, unless the plan names the
-    module that returns them.
+    All other shardings are inferred. A parameter that is a DTensor is sharded already. Outputs are replicated, unless the plan names the
+    module that returns them. A module that `fully_shard` prepared needs no plan. For such a module, `example_inputs` are the inputs of one
+    rank: tensors with the same number of rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is the
+    loss over the rows of all ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for them.
     Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Repeated modules, such as layers, become one
     function of the generated program. If the same axis shards a parameter and the first dim of an input, the parameter is gathered before
     use, unless the axis is named tp. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
 
-    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program for the
-    forward pass, the backward pass and the optimizer's step, which updates parameters in place. The module must return one scalar, the
-    loss. The step of a torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and
-    its state.
+    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep: one program
+    for the forward pass, the backward pass and the optimizer's step, which updates parameters in place. The module must return one scalar,
+    the loss. The step of a torch.optim.Optimizer is recorded by running its code, which must consist of ATen ops on a parameter, its
+    gradient and its state.
 
     `clip_grad_norm` is the maximum of the norm over all gradients, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
@@ -100,18 +100,18 @@ def compile(
     by patterns, as in the plan. The program quantises activations and weights to f8e4m3. The stored weights do not change. Gradients are
     f8e4m3, or f8e5m2 with "tensor".
 
-    With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions. It runs
-    the regions between the breaks as programs, and the rest eagerly. Its `explain` lists the breaks.
+    With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
+    the regions between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
-    pp for the stages. Stage s is at coordinate `s % pp`. A stage reads the results of the previous one. `example_inputs` is a whole batch.
-    A call splits it along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last argument of
-    a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto" the
-    cost model chooses the order. `optimizer` has the parameters of all stages, but each rank stores only the state of its stages.
-    `clip_grad_norm` is then the maximum norm of the gradients of all stages together.
+    pp for the stages. Stage s is at coordinate `s % pp`. A stage reads the results of the previous stage. `example_inputs` is a whole
+    batch, which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
+    argument of a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With
+    "auto", the default, the cost model chooses the order. `optimizer` has the parameters of all stages, but each rank stores only the state
+    of its stages. `clip_grad_norm` is then the maximum norm of the gradients of all stages together.
 
-    Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops, with the lines
-    that use them.
+    Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
+    not supported, the error lists all of them, with the lines that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

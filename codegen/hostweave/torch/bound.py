@@ -32,8 +32,8 @@ class Copies:
         self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies. torch's version counter misses some writes, so this runs before every call. Before the launch of a graph it
-        runs on the launch's stream."""
+        """Updates all copies, before every call, because torch's version counter misses some writes. `stream` is the stream on which a
+        graph will be launched."""
         for name, tensor in self._tensors.items():
             with on_stream(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
@@ -105,7 +105,8 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program can read in place, and in a group also copies of the others. Also returns the copies."""
+        """Binds the tensors that the program can read in place and, in a group, copies of the other tensors. Returns the program and the
+        copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])

@@ -185,7 +185,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches. These are then in the same state as after a call of the original
+    """Copies the attributes of returned cache layers to the given caches, which are then in the same state as after a call of the original
     module."""
     before = list(caches_in(given))
     for after in caches_in(returned):

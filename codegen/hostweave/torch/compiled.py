@@ -69,9 +69,10 @@ class Delegating(nn.Module):
 
 
 class CompiledModule(Delegating):
-    """A compiled module. `hostweave.torch.compile` returns it. It has the arguments and results of the original module.
+    """A compiled module, as `hostweave.torch.compile` returns it.
 
-    It also has the parameters, buffers, submodules, state dict and other attributes of the original module.
+    A call has the arguments and results of the original module. Parameters, buffers, submodules, state dict and other attributes are those
+    of the original module.
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
     blocks, and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so
@@ -108,10 +109,10 @@ class CompiledModule(Delegating):
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
-        One program processes prompts, and another one computes the next token of each sequence. They are compiled on first use, for each
-        number of sequences and for each cache length, rounded up to a multiple of 64. In a group, all ranks call it with the same prompts,
-        and with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a cache of another kind is
-        given.
+        One program processes prompts, and another one computes the next token of each sequence. The programs are compiled on first use, for
+        each number of sequences and for each cache length, rounded up to a multiple of 64. In a group, all ranks call `generate` with the
+        same prompts, and with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static
+        cache is not possible.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -126,7 +127,8 @@ class CompiledModule(Delegating):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments. Raises ArgumentError if it was compiled for different ones."""
+        """Calls the module with these arguments. Raises ArgumentError if the module was compiled for different arguments, or has changed
+        since then."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +147,7 @@ class CompiledModule(Delegating):
         `capture` and each launch are collective. `capture` also runs the call once. A launch reads the current contents of the same
         argument tensors and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
         the replacement of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of
-        `Program.capture`, and ArgumentError if no group was joined.
+        `Program.capture`. Raises ArgumentError if no group was joined, or if the module checks values on the host after each call.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -176,7 +178,7 @@ class CompiledModule(Delegating):
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Maps the names of program inputs to the arguments of a call. Raises ArgumentError if the call is not possible."""
+        """Maps the names of program inputs to the arguments of a call."""
         self._expect_no_gradients(self._held_tensors.tensors)
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
@@ -253,8 +255,7 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
 
     def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
-        """Maps names to the arguments and buffers that the program writes to, in the layout of this rank. Raises ArgumentError if the plan
-        shards a buffer, but each rank has the whole buffer."""
+        """Maps names to the arguments and buffers that the program writes to, in the layout of this rank."""
         found = {}
         for node in self._graph.written:
             name = self._graph.names[node]
@@ -332,7 +333,7 @@ class CompiledModule(Delegating):
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Maps names of program inputs to arguments of a call and to new seeds. Raises ArgumentError if the arguments do not fit."""
+        """Maps names of program inputs to arguments of a call and to new seeds."""
         arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
         if self._graph.seeds is not None:
             seeds = new_seeds(self._name, int(self._graph.seeds.meta["val"].numel()), self._group())
@@ -340,7 +341,7 @@ class CompiledModule(Delegating):
         return arrays
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
-        """Maps nodes to the tensors among the arguments of a call. Raises ArgumentError if the arguments do not fit."""
+        """Maps nodes to the tensors among the arguments of a call."""
         spec, name = self._specs.in_spec, self._name
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):

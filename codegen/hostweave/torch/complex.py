@@ -34,8 +34,6 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
     an op `hostweave.complex`.
 
     y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
-
-    Raises ProgramError for unsupported ops.
     """
     nodes = list(program.graph.nodes)
     if not any(map(_makes_complex, nodes)):

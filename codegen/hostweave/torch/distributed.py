@@ -32,10 +32,7 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if it was not called on the module.
-
-    Raises ProgramError if the axes are not in the mesh or differ between modules, or if a setting of `fully_shard` changes gradients.
-    """
+    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if it was not called on the module."""
     found: dict[tuple[str, ...], str] = {}
     for path, state in states(module).items():
         for group in state._fsdp_param_groups:

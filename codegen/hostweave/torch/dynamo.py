@@ -56,7 +56,7 @@ def _as_stated(node: Any, value: Any) -> Any:
 
 
 def expect_global(graph: GraphModule) -> None:
-    """Raises ProgramError for ops on local parts of DTensors, because local parts differ between ranks."""
+    """Refuses ops on local parts of DTensors, because local parts differ between ranks."""
     for node in graph.graph.nodes:
         if node.op == "call_method" and node.target == "to_local":
             made = node.args[0].meta["example_value"]

@@ -64,7 +64,7 @@ def exported(
     """Exports the graph of a module for these inputs. The graph is functional, and its ops are core ATen or in `_KEPT`.
 
     Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
-    marks each value that loses its gradient by detach() or torch.no_grad(). Raises ProgramError if the module cannot be exported.
+    marks each value that loses its gradient by detach() or torch.no_grad().
     """
     for name, given in [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]:
         if given.layout is not torch.strided:
@@ -201,9 +201,11 @@ def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: 
 def _replacements(module: nn.Module) -> Iterator[Replacement]:
     """Yields the functions that are replaced while a module is traced.
 
-    During export, modules of transformers otherwise use loops over the elements of a sequence, because some export formats lack scans and
-    triangular solvers. RWKV always uses a loop over tokens, and a scan replaces this loop. Torch then logs no errors, and does not print
-    the graph of a module that fails. Torch looks up composite ops only once, instead of once for each namespace in each export.
+    - Functions that programs do not support, such as torch.manual_seed, raise ProgramError.
+    - Modules of transformers use scans and triangular solvers, instead of the loops over elements that they use during export. A scan
+      replaces the loop of RWKV over tokens.
+    - Torch logs no errors, and does not print the graph of a module that fails.
+    - Torch looks up composite ops once, instead of once for each namespace in each export.
     """
     yield from ((torch, "manual_seed", _refuse_seed), (torch.Tensor, "random_", _randomize))
     yield from ((torch.autograd, name, _refuse_gradients) for name in ("grad", "backward"))
@@ -284,7 +286,7 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Raises ProgramError for hooks on gradients, because they change gradients outside of the graph. Inside the `with` block, each
+    """Refuses hooks on gradients, because hooks change gradients outside of the graph. Inside the `with` block, each
     torch.autograd.Function of the user is recorded as one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -316,8 +318,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each use of a value that loses its gradient with an op `hostweave::detach`, which decompositions keep. Raises ProgramError
-    if such a value is written to."""
+    """Marks each use of a value that loses its gradient with an op `hostweave::detach`, which decompositions keep."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":
@@ -344,7 +345,7 @@ def _mark_uses(graph: Graph, node: Node) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Raises ProgramError if a node or a view of it is written to, because the write would also change the tensor that was detached."""
+    """Refuses writes to a node and to views of the node, because the write would also change the tensor that was detached."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []

@@ -124,7 +124,7 @@ class Generation:
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Generates sequences like transformers, with a static cache. Raises ArgumentError if a static cache is not possible."""
+        """Generates sequences like transformers, with a static cache."""
         if not self._word:
             raise ArgumentError(
                 f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
@@ -206,7 +206,8 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. Allocates a new cache with global sizes, and then replaces its tensors by blocks of this rank."""
+        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes, and replaces them by blocks of this
+        rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):

@@ -196,8 +196,7 @@ class Graph:
         return name in self.parameters or name in self.bound
 
     def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
-        """Yields the shardings that the plan states for modules whose result is this node. `made` is the value of the node. Raises
-        ProgramError if its number of dims differs from the stated one."""
+        """Yields the shardings that the plan states for modules whose result is this node. `made` is the value of the node."""
         for path in modules_of(node) if self.layouts.outputs else ():
             if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
                 if (dims := getattr(made, "ndim", None)) != len(axes):
@@ -294,7 +293,7 @@ def _share_bias(attention: Any, mask: Any) -> None:
 
 
 def expect_known(nodes: Sequence[Node]) -> None:
-    """Raises ProgramError that lists all unsupported ops, before anything runs."""
+    """Refuses unsupported ops, with one error that lists all of them."""
     missing = [node for node in nodes if not is_known(node)]
     if missing:
         counts = Counter(op_of(node) for node in missing)
@@ -326,7 +325,7 @@ _INSTEAD = {
 
 
 def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False, of_calls: bool = False) -> Graph:
-    """Reads the graph of an exported program. Raises ProgramError if a part of it is not supported."""
+    """Reads the graph of an exported program."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     by_name = {node.name: node for node in exported.graph.nodes}
@@ -366,7 +365,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 
 
 def expect_unchecked(graph: Graph, of: str) -> None:
-    """Raises ProgramError if values are checked after a call, because the call has changed state by then."""
+    """Refuses checks of values after a call, because the call has changed state by then."""
     if graph.checks:
         why = f"values are checked after a call, as torch.linalg.inv does, which is not supported in {of}"
         raise ProgramError(f"{why}; use a function without checks, such as inv_ex", location(graph.checks[0]))

@@ -33,10 +33,8 @@ def is_number(value: Any) -> bool:
 
 
 def as_tensors(graph: Graph) -> None:
-    """Replaces numbers among the operands of ops by tensors, except sizes of results. `select` by a number becomes an `index` by a tensor.
-
-    Raises ProgramError for a number that no tensor can replace.
-    """
+    """Replaces numbers among the operands of ops by tensors, except sizes of results. `select` by a number becomes an `index` by a
+    tensor."""
     made: dict[Node, Node] = {}
 
     def call(before: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -164,7 +162,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of `narrow` that raises ProgramError if the part begins or ends at a value of a tensor."""
+    """Returns a variant of `narrow` that refuses a part that begins or ends at a value of a tensor."""
 
     def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):

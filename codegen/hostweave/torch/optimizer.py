@@ -130,9 +130,7 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step and updates the state. `options` replaces the options of the group. Raises ProgramError if the code cannot be
-        recorded.
-        """
+        """Records a step and updates the state. `options` replaces the options of the group."""
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         name = type(self._optimizer).__name__
         try:
@@ -528,9 +526,8 @@ class RecordedStep:
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """Records the step that starts from the host state `host`, which is None before the first step. Raises ArgumentError if the step
-        differs from the compiled one. `name` is the module's name for the message.
-        """
+        """Records the step that starts from the host state `host`, which is None before the first step. `name` is the module's name for
+        messages."""
         step = None
         if host is not None and self.step.calls:
             self._start_from(host)

@@ -31,7 +31,7 @@ class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
     `program` is the compiled program. In a group, only ranks of the last stage receive the loss. A rank computes gradients only for
-    parameters in its stages. It passes None for arguments that its stages do not read. If all ranks are in this process, pass whole
+    parameters in its stages, and passes None for arguments that its stages do not read. If all ranks are in this process, pass whole
     arguments. A call then returns the loss and adds all gradients.
 
     With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates those of its stages. With
@@ -150,8 +150,7 @@ def compiled_pipeline(
     optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
 ) -> Pipeline:
-    """Compiles a model that is split into stages. Raises ProgramError if stages, plan, arguments or optimizer do not fit the mesh or the
-    model."""
+    """Compiles a model that is split into stages."""
     names, modules, wiring = cut(pipe)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss).train(modules[-1].training)

@@ -36,7 +36,7 @@ class Layouts:
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """Converts an hw.Mesh, or a DeviceMesh of torch with named dims, to an hw.Mesh. Raises ProgramError for other values."""
+    """Converts an hw.Mesh, or a DeviceMesh of torch with named dims, to an hw.Mesh."""
     if isinstance(mesh, Mesh):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -46,10 +46,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Applies the plan to a module, and adds the stated shardings to `found`. `dims` maps inputs to their numbers of dims.
-
-    Raises ProgramError if an entry matches nothing or does not fit its tensor, or if two entries contradict each other.
-    """
+    """Applies the plan to a module, and adds the stated shardings to `found`. `dims` maps inputs to their numbers of dims."""
     found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
@@ -118,7 +115,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
     """Names that match a pattern. The last word of the pattern must match the last word of the name. So `layers.*` matches the layers, but
-    not modules inside of them. Raises ProgramError if no name matches."""
+    not modules inside of them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -196,7 +193,7 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
 
 
 def parameter_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
-    """Mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a partial sum."""
+    """Mesh axes that shard each dim of a parameter that is a DTensor."""
     names = parameter.device_mesh.mesh_dim_names
     if not names or {*names} - {axis for axis, _ in mesh.axes}:
         raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them like the axes of {mesh}")

@@ -48,8 +48,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values. If some of them are DTensors, raises ArgumentError if this process has no group, or if their
-        mesh has another number of ranks than the group."""
+        """Mesh for a graph with these values: the whole mesh of its DTensors. Without DTensors, the mesh of the plan, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:

@@ -18,8 +18,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """Maps the path of each linear that `fp8` selects to its scaling. Raises ProgramError if a pattern matches no linear, or if
-    `fp8` is a scaling and the plan states no weight of a linear. Also for an unknown scaling, dtype of a weight or type of `fp8`."""
+    """Maps the path of each linear that `fp8` selects to its scaling."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
@@ -58,8 +57,8 @@ def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
 
 
 def _finegrained(linear: Any, x: torch.Tensor) -> Any:
-    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. A weight wider
-    than one byte gives a plain linear. Raises ProgramError for stored scales of activations, other blocks, or scales not in float32."""
+    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. A weight wider than one
+    byte gives a plain linear."""
     if linear.weight.element_size() > 1:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size

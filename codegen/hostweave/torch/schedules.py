@@ -26,7 +26,6 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
 
     Stage s is at coordinate `s % parts` of the mesh axis. "auto" returns 1F1B, or its interleaved form if a coordinate has several stages.
     The compiler may then change this order (`passes/fusion/order_stages.py`).
-    Raises ProgramError for an unknown schedule, or for one that does not fit these numbers.
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")

@@ -27,15 +27,16 @@ _IS_FIRST = "is_first"  # input of the program that accumulates gradients: 1 in 
 
 
 class TrainingStep(Differentiated):
-    """A training step. `hostweave.torch.compile` returns it with `optimizer`. A call returns the module's results, and updates parameters.
+    """A training step, as `hostweave.torch.compile` returns it for `optimizer=`. A call returns the module's results, and updates
+    parameters.
 
     The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each call that
-    updates, the optimizer's code computes numbers such as learning rates. Otherwise a TrainingStep is a CompiledModule.
+    updates, the optimizer's code computes numbers such as learning rates. In all other respects a TrainingStep is a CompiledModule.
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
-    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are
-    unscaled before the update. If a gradient is not finite, the update is skipped: the call changes no parameter and no state. The scale
-    is updated after each update, also after a skipped one.
+    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are unscaled
+    before the update. If a gradient is not finite, the update is skipped: the call changes no parameter and no state. The scale changes
+    after each update, also after a skipped one.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class TrainingStep(Differentiated):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, or adds gradients. Returns the module's results before the update.
 
-        Raises ArgumentError if arguments do not fit. In a group, also raises it if the plan shards a parameter that is not a DTensor.
+        Raises ArgumentError if arguments do not fit, or if the module or the optimizer has changed since compile time. In a group, also
+        raises ArgumentError if the plan shards a parameter that is not a DTensor.
         """
         passed, given = self._leaves(args, kwargs)
         group = current_group()
@@ -158,8 +160,7 @@ class TrainingStep(Differentiated):
 
 
 def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yields the parameters with gradients, in the order of the gradients, as (input of the graph, path, tensor). Raises ProgramError for a
-    gradient of an argument, and for a gradient that does not depend on the inputs."""
+    """Yields the parameters with gradients, in the order of the gradients, as (input of the graph, path, tensor)."""
     names = {of: name for name, of in graph.parameters.items()}
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:

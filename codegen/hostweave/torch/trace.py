@@ -33,7 +33,7 @@ NodeValues = dict[Node, Any]
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
-    """Translates a graph to a fusion. Raises ProgramError with the user's line if an op does not support its operands."""
+    """Translates a graph to a fusion."""
     return _fusion(graph, name, _starts(graph, name, options))
 
 

@@ -63,8 +63,7 @@ class Differentiated(CompiledModule):
         return tensor
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
-        """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph. Raises ArgumentError if they differ from
-        those at compile time."""
+        """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph."""
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
@@ -85,8 +84,7 @@ class Differentiated(CompiledModule):
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
     the outputs and the values saved for the backward pass. The program `backward` computes the gradients, which are sharded like the
-    parameters. Otherwise a TrainingModule is a CompiledModule.
-    """
+    parameters. In all other respects a TrainingModule is a CompiledModule."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
@@ -106,8 +104,8 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments, and records the call for gradients. Raises ArgumentError if it was compiled for different
-        ones."""
+        """Calls the module with these arguments, and records the call for gradients. Raises ArgumentError if the module was compiled for
+        different arguments, or has changed since then."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)

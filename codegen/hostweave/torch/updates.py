@@ -64,10 +64,7 @@ class Updated(NamedTuple):
 
 
 def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
-    """Records the optimizer's step for each parameter. `parameters` yields (input of the program, path, tensor).
-
-    Raises ProgramError if the optimizer has hooks, lacks a parameter, or is not a torch.optim.Optimizer.
-    """
+    """Records the optimizer's step for each parameter. `parameters` yields (input of the program, path, tensor)."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass one that has the parameters of the module")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -188,7 +185,7 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Raises ArgumentError if the optimizer no longer has one of the parameters. `name` is the module's name for the message."""
+        """Refuses a step if the optimizer no longer has one of the parameters. `name` is the module's name for the message."""
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
