@@ -96,7 +96,6 @@ def main() -> None:
 
 
 def text_of(name: str, ranks: int) -> str:
-    """Text of a host program with one communication."""
     x_type, y_type, instruction = (text.format(ranks=ranks) for text in COMMUNICATIONS[name][:3])
     return f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
 

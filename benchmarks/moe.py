@@ -11,7 +11,7 @@
   cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. The sums of these times give
   bounds for the layer.
 - chain: dispatch and combine of 128 tokens, and of one token of 8 elements, which needs the same kernels and signals for almost no bytes.
-  Also only a gather and a reduce-scatter, in two kernels: no dispatch and combine has fewer exchanges.
+  Also a gather and a reduce-scatter alone, in two kernels: each dispatch and combine needs at least these two exchanges.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
 that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers chain` needs two GPUs.

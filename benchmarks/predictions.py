@@ -61,7 +61,6 @@ def main(words: Sequence[str]) -> None:
 
 
 def _predictions(rows: Iterator[Row], machine: Machine) -> dict[str, float]:
-    """Predicted milliseconds of each row."""
     return {row: round(make(machine).predict(sizes, machine=machine).predicted.micros / 1e3, 4) for row, make, sizes in rows}
 
 

@@ -79,7 +79,6 @@ ENTRIES = (
 
 
 def gallery() -> str:
-    """All entries as Markdown."""
     return "\n".join(line for entry in ENTRIES for line in shown(entry))
 
 

@@ -56,7 +56,6 @@ def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
 
 
 def programs_of(ranks: int) -> dict[str, Fusion]:
-    """Programs in bf16 for this number of ranks."""
     found = {name: fusion_of(name, ranks, 3, bf16) for name in SEVERAL}
     return {name: fusion for name, fusion in found.items() if fusion.mesh.size == ranks}
 

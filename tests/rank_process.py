@@ -93,7 +93,6 @@ class Rank:
         return self.torch.from_numpy(np.ascontiguousarray(block.astype(np.float32))).to(self.device, of_torch)
 
     def in_window(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
-        """Copies of the arrays in a window."""
         made = []
         for value, array in zip(fusion.arguments, self.local(fusion, arrays), strict=True):
             own = self.group.empty(tuple(array.shape), value.type.dtype, self.target)
@@ -102,7 +101,6 @@ class Rank:
         return made
 
     def local(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
-        """Local blocks of the inputs."""
         rank, mesh = self.group.rank, fusion.mesh
         return [
             self.array(arrays[v.name][block_of(v.type, mesh, rank, arrays[v.name].shape)], v.type.dtype.name)

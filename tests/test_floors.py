@@ -64,7 +64,6 @@ FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floo
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Nodes of the syntax tree of a file."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("optimised_kernels")
 
 
 def kernels(function: Any, **specs: Any) -> str:
-    """Generated kernels of a function of tensors."""
     return hw.compile(hw.fusion(**specs)(function), target="cuda").sources["kernels.cu"]
 
 

@@ -31,7 +31,7 @@ ATTENTION = {
 
 @hw.fusion(mesh=hw.Mesh(dp=4), x=bf16["M@dp", "K"], up=bf16["N@dp", "K"], down=bf16["N", "K@dp"])
 def weights_by_columns(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
-    """Two weights that are sharded by columns. One is transposed. The gather of the other can overlap with a matmul."""
+    """Two weights that are sharded by columns: `up` is transposed, and the gather of `down` can overlap with a matmul."""
     h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
     return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
 

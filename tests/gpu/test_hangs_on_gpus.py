@@ -74,7 +74,6 @@ def hang(folder: str, how: str) -> None:
 
 
 def report_of(folder: Path, how: str) -> str:
-    """The report that rank 0 prints."""
     pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

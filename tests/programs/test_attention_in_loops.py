@@ -29,7 +29,7 @@ ALGORITHMS = ("p2p", "put", "ring", "broadcast")
 
 @cache
 def in_loops(ranks: int, t: DType, algorithm: str, tp: int = 1) -> Fusion:
-    """Causal attention with log-sum-exps, and unmasked attention of other rows, whose value heads are smaller."""
+    """Causal attention with log-sum-exps, and unmasked attention of other rows with smaller value heads."""
     heads, groups = f"{4 * tp}@tp", f"{2 * tp}@tp"
 
     @hw.fusion(
@@ -125,9 +125,8 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "alternative"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
-    """A rank computes half of the scores of its rows and another rank's keys: all rows with the first half of these keys, or the second
-    half of the rows with all of them.
-    """
+    """For each other rank, a rank computes half of the scores: all rows with the first half of the keys, or the second half of the rows
+    with all keys."""
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, choices={"@in_zigzag %k_gathered": alternative})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)

@@ -24,8 +24,7 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Program in which replicated rows, one or several, attend to sharded keys, and in which sharded rows attend to sharded keys, with
-    gradients."""
+    """Attention of replicated rows, one or several, to sharded keys; and attention of sharded rows to sharded keys, with gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 
     @hw.fusion(

@@ -192,7 +192,6 @@ def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """Runs ranks as threads, and returns their results."""
     threads = hw.Threads(2)
 
     def rank_main(rank: int) -> Any:

@@ -100,7 +100,6 @@ def own_group() -> hw.Group:
 
 
 def threads_of_ranks() -> set[str]:
-    """Rank threads of existing groups."""
     names = {thread.name.partition(",")[0] for thread in threading.enumerate()}
     return {name for name in names if name.startswith(("hostweave ranks", "rank "))}
 

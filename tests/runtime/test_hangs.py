@@ -119,7 +119,6 @@ class Processes:
 
 
 def of_rank(report: str, rank: int) -> str:
-    """The part of a report about one rank."""
     found = re.search(rf"^  rank {rank}: .*(?:\n    .*)*", report, re.M)
     assert found, report
     return found[0]

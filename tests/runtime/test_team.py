@@ -37,7 +37,6 @@ def team() -> Iterator[Team]:
 
 
 def wait(team: Team, rank: int) -> None:
-    """Waits for the other ranks, until the group fails."""
     team.groups[rank].agree(CallSignature("f", "mesh(x=3)", ""), "", 60)
 
 

@@ -240,7 +240,6 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns random global arrays for the inputs, by name."""
     from hostweave.runtime.search import random_array
 
     if missing := {name for value in program.arguments for size in value.type.shape for name in size.symbols} - sizes.keys():

@@ -52,7 +52,7 @@ class CheckedCall:
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # global sizes that the caller passes by sizes=
     stream: int  # cudaStream_t
-    out: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
+    out: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses and local shapes of the arrays of out=
     donated: tuple[int, ...]  # for each output the address of the donated input, or 0
     spans: tuple[Span, ...]  # memory of inputs and of outputs that the caller passes
     windows: tuple[WindowPosition, ...]  # positions of the arguments that the program declares to be in windows
@@ -143,7 +143,6 @@ class Arguments:
         return checked_call
 
     def table(self, bound: BoundInputs) -> BoundTable:
-        """Returns the checked bound inputs."""
         return self.tables.get(bound) or self._new_table(bound)
 
     def _new_table(self, bound: BoundInputs) -> BoundTable:

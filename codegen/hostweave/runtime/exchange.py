@@ -353,5 +353,4 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
 
 
 def other_call(rank: int, other: int, call: int) -> str:
-    """Message that two ranks make different calls."""
     return f"rank {rank} and rank {other} make different calls as call {call}; make the same calls on all ranks, with consistent sizes"

@@ -119,7 +119,7 @@ class FallibleGroup:
             within(SEND_TIMEOUT, send)
 
     def abort(self, reason: str) -> None:
-        """Aborts all waits for other ranks. Programs can no longer be called in this group. Other groups may use its devices."""
+        """Aborts all waits for other ranks. Afterwards no program can be called in this group. Other groups can use the same devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
@@ -175,7 +175,7 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # read last: if this rank had joined the exchange, it would have done so before it began the call that was compared above
+        # read last: a rank joins an exchange before it begins the call that was compared above
         return difference if self.exchange.number < exchange_number else None
 
     def positions(self) -> list[RankPosition]:

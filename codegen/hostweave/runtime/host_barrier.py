@@ -14,7 +14,8 @@ _CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
 
 
 class HostBarrier:
-    """Two words per rank, used in alternate exchanges. So every rank has read a word before it is overwritten, two exchanges later."""
+    """Two words per rank, used in alternate exchanges. Every rank has therefore read a word before the word is overwritten, two exchanges
+    later."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
         """Creates the shared memory, or maps the memory that another process has created at `path`. Raises OSError if that fails."""

@@ -54,7 +54,6 @@ _calls_lock = reset_after_fork(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
-    """Returns the program as a JAX function."""
     name, host = program.name, program.host
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.results if output.memory]:

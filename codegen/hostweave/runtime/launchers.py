@@ -47,7 +47,6 @@ LAUNCHERS = (
 
 
 def launched(environ: Environ) -> bool:
-    """True if a launcher has started this process."""
     return any(launcher.marker in environ for launcher in LAUNCHERS)
 
 

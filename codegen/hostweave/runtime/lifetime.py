@@ -1,7 +1,7 @@
 """Prevents programs from running while the interpreter exits, or in a forked child of a process that ran programs.
 
-When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. So this module
-first stops running calls, and lets no new ones begin.
+When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Before that,
+this module stops all running calls and refuses new ones.
 """
 
 import os

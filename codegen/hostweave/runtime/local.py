@@ -54,7 +54,7 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
+        """`module` builds and loads the native module at its first call. All variants of a program share the object `family`.
 
         `lacks` names the library calls that this rank lacks, or is "". If a rank passes a non-empty text, no channel is created, and
         `out_of_reach` is this text on all ranks.
@@ -235,7 +235,7 @@ class LocalProgram:
     def _call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
-        """Makes a call. Also returns the new outputs, and the addresses of all outputs."""
+        """Makes a call. Returns the checked call, the new outputs, and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:

@@ -42,7 +42,6 @@ class World:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts that the ranks are on."""
         return len({entry.host for entry in self.entries})
 
     def local_rank(self, rank: int) -> int:

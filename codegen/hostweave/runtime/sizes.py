@@ -27,9 +27,9 @@ class CallSizes(NamedTuple):
 class LastSizes:
     """Sizes of the last calls of a program and its variants, on one rank of a group.
 
-    Ranks compare sizes before a call whose sizes differ from those of the previous call. If the ranks' sizes are consistent, all of them
-    compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing, its
-    watchdog reads the announcement and fails the group.
+    Ranks compare sizes before a call whose sizes differ from those of the previous call. If the sizes of all ranks are consistent, all
+    ranks compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing,
+    the watchdog of that rank reads the announcement and fails the group.
     """
 
     def __init__(self, group: Group):
@@ -49,8 +49,8 @@ class LastSizes:
         return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal or this rank has not begun the
-        call."""
+        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal, if this rank has not begun the
+        call, or if the call is too old."""
         calls_ago = self.calls - call
         if calls_ago < 0 or calls_ago >= len(self.recent_calls):
             return None

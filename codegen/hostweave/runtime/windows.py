@@ -1,4 +1,4 @@
-"""Arrays in windows, which `Group.empty` allocates on each rank, and other ranks access in place."""
+"""Arrays in windows. A window is memory of a rank that the other ranks can access in place. `Group.empty` allocates such arrays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WindowArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Raises AttributeError if NumPy does not have the dtype."""
+        """CUDA's array interface. Raises AttributeError if NumPy does not have the dtype."""
         dtype = np.dtype(numpy_dtype(self.dtype))
         if dtype.isbuiltin != 1:
             raise AttributeError(f"{self.dtype} has no typestr of __cuda_array_interface__; use __dlpack__")

@@ -71,7 +71,6 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caches_in(given: Any) -> Iterator[Any]:
-    """Yields the caches among arguments or results."""
     if (of := getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)) is not None:
         for leaf in pytree.tree_leaves(given, is_leaf=lambda one: isinstance(one, of)):
             if isinstance(leaf, of):
@@ -113,7 +112,6 @@ def has_tensors(cache: Any) -> bool:
 
 
 def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a cache's tensors, by name."""
     tensors, form = _flat(cache)
     return {name: tuple(tensor.shape) for name, tensor in zip(form.names, tensors, strict=True)}
 

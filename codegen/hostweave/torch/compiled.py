@@ -383,7 +383,6 @@ def _words_of(sizes: range) -> str:
 
 
 def _keywords(spec: Any) -> list[str]:
-    """Names of the keyword arguments of a call."""
     return list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
 
 

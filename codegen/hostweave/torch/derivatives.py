@@ -1,7 +1,6 @@
 """Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Each other layer is one op, and its derivative
-is one op. Layers are equal if they compute the same function, and the same arguments require grad. Later, copies of the first layer's nodes
-replace these ops.
-"""
+is one op. Later, copies of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and the same
+arguments require grad."""
 
 from __future__ import annotations
 
@@ -75,7 +74,6 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
 
 
 def _with_gradients(values: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the values that require grad."""
     return [place for place, one in enumerate(values) if one.requires_grad]
 
 
@@ -85,8 +83,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. In the backward pass, `derivative` replaces it: it reads the gradients of the
-    results with indices `given`, and returns the gradients of the arguments with indices `made`."""
+    """An op that replaces a layer, or marks its start or end. In the backward pass, `derivative` replaces the op. It reads the gradients of
+    the results with indices `given`, and returns the gradients of the arguments with indices `made`."""
 
     op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
     derivative: Callable[[list[Any], int], Any]

@@ -325,7 +325,6 @@ _INSTEAD = {
 
 
 def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False, of_calls: bool = False) -> Graph:
-    """Reads the graph of an exported program."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     by_name = {node.name: node for node in exported.graph.nodes}

@@ -150,7 +150,6 @@ def compiled_pipeline(
     optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
 ) -> Pipeline:
-    """Compiles a model that is split into stages."""
     names, modules, wiring = cut(pipe)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss).train(modules[-1].training)

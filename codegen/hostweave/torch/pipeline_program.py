@@ -82,8 +82,8 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. Its results are the loss and the gradients. With an optimizer, the new parameters and state replace the
-    gradients. With clipping, the gradient norms precede them."""
+    """Records the program. Its results are the loss and the gradients, or with an optimizer the loss, the new parameters and their state.
+    With clipping, the gradient norms follow the loss."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
@@ -122,7 +122,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """Returns the new parameters and state of each stage. With clipping, the gradient norm on each stage's mesh precedes them."""
+        """Returns the new parameters and state of each stage. With clipping, the gradient norm on each stage's mesh comes first."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():

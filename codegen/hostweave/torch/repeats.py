@@ -1,8 +1,9 @@
-"""Traces repeated layers once: torch.export traces the first of several equal layers. Each other layer is recorded as one op.
+"""Traces repeated layers once. torch.export traces the first of several equal layers, and records each other layer as one op. After
+decomposition, a copy of the first layer's nodes replaces each of these ops.
 
 Two modules of a list are equal under three conditions. They have the same structure. All attributes that the first one reads while it is
 traced are equal in the second. Both are called with equal arguments, except for the values of tensors. Attributes that are never read may
-differ. After decomposition, a copy of the first layer's nodes replaces each of these ops.
+differ.
 """
 
 from __future__ import annotations

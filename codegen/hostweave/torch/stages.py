@@ -78,7 +78,6 @@ class Stage:
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
 
     def type_of(self, result: Node) -> TensorType:
-        """Type of a result of the forward pass."""
         computed = [of for of, node in self.returned if node not in self.forward.graph.constants]
         return self.forward.types[computed.index(result)]
 

@@ -33,7 +33,6 @@ NodeValues = dict[Node, Any]
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
-    """Translates a graph to a fusion."""
     return _fusion(graph, name, _starts(graph, name, options))
 
 

@@ -1,6 +1,7 @@
 """Results of a module that share memory with another tensor: the module's own tensors, arguments, and views of these or of results.
 
-A call makes such results from the other tensor, with the view ops of the graph. A write to one of them then reaches the other, as in torch.
+A call makes such a result from the other tensor, with the view ops of the graph. A write to the result then reaches the other tensor, as in
+torch.
 """
 
 from __future__ import annotations

@@ -160,7 +160,6 @@ def test_programs_that_the_pass_does_not_change(case: str) -> None:
 
 
 def communications(program: Fusion, options: Options | None = None) -> list[str]:
-    """Communications of a program, in order."""
     stages: dict[str, Fusion] = {}
     lower(program, options or Options(), lambda name, stage: stages.setdefault(name, stage))
     kinds = ("all_gather", "all_reduce", "all_to_all", "permute_shards", "reduce", "reduce_scatter", "transfer")

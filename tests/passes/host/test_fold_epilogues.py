@@ -37,7 +37,6 @@ def kernel(*ops: str, inputs: str = "%h: {t}[M, N], %b: {t}[N]", results: str = 
 
 
 def srcs(inputs: str) -> str:
-    """Names of the inputs of a kernel."""
     return ", ".join(re.findall(r"%\w+", inputs))
 
 

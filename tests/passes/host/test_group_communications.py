@@ -33,7 +33,6 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def grouped(program: HostProgram) -> str:
-    """Text of the body after the pass."""
     result = group_communications(program, Options())
     verify_host(result)
     assert HostProgram.parse(str(result)) == result

@@ -14,7 +14,6 @@ from hostweave.fusion_ir.reference import run_reference
 
 
 def kernels(function: Any, **specs: Any) -> list[str]:
-    """Names of the launched kernels, in order."""
     host_ir = hw.compile(hw.fusion(**specs)(function)).host_ir
     return [line.split()[1] for line in host_ir.splitlines() if line.strip().startswith("launch") and "_of_few_rows" not in line]
 

@@ -132,7 +132,6 @@ def test_a_transfer_that_cannot_be_streamed() -> None:
 
 
 def lowered(text: str) -> str:
-    """Text of the lowered body."""
     return str(lower(Fusion.parse(text), Options())).partition(" {\n")[2].removesuffix("}\n")
 
 

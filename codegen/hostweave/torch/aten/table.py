@@ -124,12 +124,10 @@ def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
 
 
 def number_of(dtype: DType, value: Number) -> Number:
-    """Converts a number to an element of a dtype."""
     return float(value) if dtype.kind == "float" else bool(value) if dtype.kind == "bool" else int(value)
 
 
 def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
-    """Returns a tensor whose elements all equal a value."""
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
