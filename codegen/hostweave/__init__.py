@@ -78,7 +78,7 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module at the first use of its names, if tracing does not need it. So `import hostweave` is fast."""
+    """Imports a module of `_LAZY` at the first use of one of its names, so that `import hostweave` is fast."""
     if name not in _MODULE_OF:
         raise _unknown(name)
     return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)
@@ -90,7 +90,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _call_of_torch(_: type[Tensor], function: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Function that PyTorch calls if a torch function gets a tensor of a fusion. Imports `hostweave.torch`, because the core does not."""
+    """Implements a torch function that gets a tensor of a fusion."""
     return _imported("hostweave.torch.functions").call(function, args, kwargs or {})
 
 
@@ -102,7 +102,6 @@ def __dir__() -> list[str]:
 
 
 def _unknown(name: str) -> AttributeError:
-    """Error for a name that does not exist. The message suggests a similar name."""
     if name.startswith("_"):
         return AttributeError(f"module 'hostweave' has no attribute {name!r}")
     if name.startswith("complex"):

@@ -1,5 +1,3 @@
-"""`python -m hostweave` is `hostweave`."""
-
 import sys
 
 from hostweave.cli.main import main

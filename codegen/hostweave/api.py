@@ -1,4 +1,4 @@
-"""Public functions: `hw.compile`, and the `Program` that it returns."""
+"""`hw.compile`, and the class `Program` of its results."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
-    Lowers the program and verifies it after every pass. Then checks for races, deadlocks and wrong results, as `Options.check` says. The
-    C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the user's source if a program is
-    invalid, cannot be lowered, has a race or deadlock on some rank, or computes wrong results.
+    Lowers the program and verifies it after every pass. `Options.check` says if the result is also checked for races, deadlocks and wrong
+    results. The C++ is compiled at the first run, or by `Program.build`.
+
+    Raises ProgramError if the program is refused or has a fault. The message names the line in the user's source, if that is known.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -61,7 +62,6 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 
 def _searched(made: Compiled) -> Compiled:
-    """Returns the program with the alternatives that ran fastest, in this search or in an earlier one."""
     with importing:
         from hostweave.runtime.search import search
 
@@ -76,7 +76,7 @@ def _searched(made: Compiled) -> Compiled:
 
 
 class Program:
-    """A compiled program. `hw.compile` returns it.
+    """A compiled program: the result of `hw.compile`.
 
     `run` takes global arrays and runs all ranks in this process. Calling the program takes local arrays and runs only the rank of the
     calling process or thread.
@@ -93,7 +93,7 @@ class Program:
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: the name, with the host IR below it."""
+        """HTML for notebooks."""
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
@@ -101,7 +101,6 @@ class Program:
 
     @property
     def target(self) -> Target:
-        """Target that the program is compiled for."""
         return self.compiled.target
 
     @property
@@ -121,7 +120,7 @@ class Program:
 
     @property
     def fusion_ir(self) -> str:
-        """Text of the fusion as traced. Raises ProgramError if the program was compiled from host IR."""
+        """Text of the fusion before all passes. Raises ProgramError if the program was compiled from host IR."""
         if not isinstance(self.compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
         return str(self.compiled.given)
@@ -138,7 +137,8 @@ class Program:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Choices of the compiler for reshards, with the times of the alternatives. `explain` shows the choices as text."""
+        """Choices of the compiler: algorithms, chunks and overlap, with the predicted or measured times of alternatives. `explain` shows
+        them as text."""
         return self.host.choices
 
     @property
@@ -158,7 +158,7 @@ class Program:
 
     @property
     def module(self) -> ModuleType:
-        """The program as a Python extension module. Compiles and loads it if needed. Raises the errors of `build`."""
+        """The built Python extension module. Builds the module first if needed, and raises the errors of `build`."""
         return self.compiled.module
 
     def explain(self) -> str:
@@ -184,7 +184,7 @@ class Program:
         machine: Machine | None = None,
         ranks: int | Mapping[str, int] | None = None,
     ) -> Report:
-        """Predicts the timeline of a call on all ranks of a machine. Nothing is built or run, so the machine need not exist.
+        """Predicts the timeline of a call on all ranks of a machine. The program is not run, so the machine need not exist.
 
         `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096. `machine` has the figures for the
         prediction, by default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh
@@ -204,20 +204,20 @@ class Program:
         return made.report(predicted(made.host, known, figures))
 
     def build(self) -> None:
-        """Compiles and loads the module, or loads it from the cache.
+        """Compiles the C++ unless it is in the cache, and loads the module.
 
-        Raises BuildError if the toolchain is incomplete or the compiler fails.
+        Raises BuildError if the module cannot be built. The message names the missing part, or quotes the compiler.
         """
         _ = self.module
 
     @checked
     def check(self, **sizes: int) -> tuple[str, ...]:
-        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and checks the results.
+        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and compares the results with the fusion.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
-        results are compared with those of the fusion on random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for
-        each part that the comparison does not cover: lines of the host program that did not run, and user kernels. Raises ProgramError for
-        the first fault, with rank and instruction. Raises ArgumentError for sizes that the program does not have.
+        inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for each part that the
+        comparison does not cover, such as lines that did not run. Raises ProgramError for the first fault, with rank and instruction.
+        Raises ArgumentError for sizes that the program does not have.
 
         Example: `program.check(M=8192, N=4096)`.
         """
@@ -227,21 +227,19 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if there was
-        no check."""
+        """Parts that the check at compile time did not cover, as texts: "everything ..." if there was no check."""
         return self.compiled.unchecked
 
     @checked
     def bind(self, **arrays: Any) -> Program:
         """Returns a program with these inputs bound. Calls of the new program take only the other inputs, by position or name.
 
-        Bound arrays are checked only once, so calls are faster. Bound arrays are local if the program is called, and global
-        arrays if `run` is. A call reads a bound array in place, and so sees later writes to the array. `run` may instead reuse the local
-        arrays that its first call cut from a bound array. Both programs share memory and streams, and `close` closes both.
+        Bound arrays are checked only once, so calls are faster. Bound arrays are local if the program is called, and global arrays if `run`
+        is. A call reads a bound array in place, so later writes to the array have an effect. `run` may instead reuse the local arrays that
+        its first call cut from a bound array. The two programs share memory and streams, and closing one closes both.
 
-        Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
-        number of dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the
-        first call.
+        Raises ArgumentError for a name that is not an unbound input, and for an array that does not fit. Checks that depend on the rank or
+        on other inputs follow at the first call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -256,16 +254,17 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Any:
-        """Runs the rank of this process or thread on its local arrays. All ranks of the group make the same calls in the same order, after
-        `hw.init`.
+        """Runs the rank of this process or thread on local arrays. After `hw.init`, all ranks of the group make the same calls in the same
+        order.
 
-        `arrays` are inputs in order, and `named` are other inputs by name. All are contiguous local blocks on the rank's device, and are
-        not copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write
-        the outputs to. These arrays must not overlap each other or the inputs. `group` is the default group if it is not given.
+        `arrays` are inputs in order, and `named` are other inputs by name. Arrays are contiguous local blocks on the rank's device. The
+        call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first input's library. The outputs are
+        written to the arrays of `out`, if given. Arrays of `out` must not overlap each other or the inputs. `group` is by default the group
+        of this process or thread.
 
-        If ranks are processes, each rank assumes that sharded dims are even. If they are not, `sizes` gives global sizes by name: those of
-        uneven dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for this input,
-        and gets None for an output on such a mesh.
+        If ranks are processes, each rank assumes that sharded dims are split evenly. Otherwise, `sizes` gives the global sizes of the
+        unevenly split dims by name. Sizes that the rank's own arrays do not determine are given too. A rank outside the mesh of an input
+        passes None for this input, and gets None for an output on such a mesh.
 
         On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library, by default the current stream of
         the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns when its work is done.
@@ -288,16 +287,16 @@ class Program:
     ) -> Captured:
         """Captures a call with these arrays as a CUDA graph. Returns a callable that launches the graph and has the `outputs`.
 
-        All ranks capture the call together. Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the
+        All ranks capture the call together. Takes the arguments of a call, and makes this call once, on `stream`. Each launch reads the
         current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program. The
-        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. These rules
-        also hold on the CPU target.
+        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. On the CPU
+        target, the callable repeats the call by the same rules.
 
         All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
 
-        The caller may also capture by other means, such as `torch.cuda.graph`, and call the program during that capture. The call becomes
-        part of the caller's graph. Before the capture, call the program once with arrays of the same shapes.
+        Alternatively, call the program inside a capture of the caller, such as `torch.cuda.graph`. The call becomes part of the caller's
+        graph. Before such a capture, call the program once with arrays of the same shapes.
 
         Raises the errors of a call. Raises CaptureError if the call cannot be captured; the group remains usable.
 
@@ -307,12 +306,13 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Prepares the rank of this process or thread for calls at each of these global sizes. All ranks of the group do so together.
+        """Prepares the rank of this process or thread for calls at each of these global sizes. All ranks of the group call `prepare`
+        together.
 
-        A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
-        After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
-        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs are then
-        assumed to be even.
+        Without `prepare`, the first call at new sizes builds, connects, allocates and plans, and waits for all work on the rank's device.
+        After `prepare`, calls at these sizes only enqueue work. Their order does not matter. Each matmul keeps the plans of its last 4096
+        shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs
+        are then assumed to be split evenly.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -325,8 +325,8 @@ class Program:
 
         Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
         outputs, as arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every
-        rank. An output on a mesh without the rank is None. Raises ArgumentError for arrays that do not fit, and ExecutionError if a rank
-        fails or times out.
+        rank. If an output is on a mesh of some ranks only, it is None on the other ranks. Raises ArgumentError for arrays that do not fit,
+        and ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -337,10 +337,10 @@ class Program:
 
     @checked
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
-        """Makes several calls with arrays of equal shapes. The host enqueues each call without waiting for the previous one to finish.
+        """Makes several calls with arrays of equal shapes. The host enqueues each call before the previous call has finished.
 
-        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. A missing dependency then shows
-        as NaN. Returns a list with the results of each call, in the form of `run(ranks=True)`.
+        With `poison`, outputs and temporaries are filled with NaN before each call. A missing dependency then shows as NaN in a result.
+        Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
             return []
@@ -350,8 +350,7 @@ class Program:
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
-        """Measures `repetitions` calls on every rank, after `warmups` calls that are not measured. All ranks start each call at the same
-        time.
+        """Measures `repetitions` calls on every rank, after `warmups` unmeasured calls. All ranks start each call at the same time.
 
         Returns for each rank a list with a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
@@ -384,13 +383,12 @@ class Program:
         """Returns the program as a JAX function for use inside jax.jit: an XLA custom call on the only device of this process.
 
         The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
-        have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Independent calls run in the order of the
-        jitted function, which is the same in all processes. The function has no gradient and no batching rule. Use jax.custom_vjp to attach
-        a program that computes gradients.
+        have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Calls run in the order of the jitted
+        function, also if they are independent. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a program
+        that computes gradients.
 
-        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if the program donates inputs, or if
-        JAX has several devices in this process or none of the target. At trace time, raises ArgumentError for arrays of wrong dtype or
-        shape. JAX raises the errors of a call, with the same message.
+        Raises an error of `hw.errors` if JAX cannot call the program in this process; the message says why. Tracing raises ArgumentError
+        for arrays of wrong dtype or shape. Errors of a call have the same message, but JAX chooses their type.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """
@@ -400,12 +398,14 @@ class Program:
 
     @checked
     def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
-        """Writes a CMake project that builds and runs the program without Python, on either target.
+        """Writes a CMake project that builds and runs the program without Python, on the CPU or on GPUs.
 
         The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
-        "cuda", the folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from this package. The
-        wheel does not need Hostweave. Raises ArgumentError if the folder cannot be written, or has other files with the names of the
-        project's files. Raises ProgramError if an op of the program has no C++.
+        "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from it. The wheel does
+        not need Hostweave.
+
+        Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
+        Raises ProgramError if the program cannot be exported; the message says why.
 
         Example: `program.export("ag_matmul/")`.
         """
@@ -429,12 +429,12 @@ class Program:
             raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None
 
     def close(self) -> None:
-        """Frees the memory and the streams of the program on its devices. The program cannot run again."""
+        """Frees the memory and the streams of the program on its devices. A closed program cannot run."""
         self._running.close()
 
     @property
     def variants(self) -> Variants[Running]:
-        """Variants of the program that were compiled for calls so far, for example for sizes that chunk loops do not divide.
+        """Variants of the program that calls have needed so far, for example for sizes that chunk loops do not divide.
 
         Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after a call with such sizes.
         """
@@ -442,10 +442,8 @@ class Program:
 
     @property
     def _running(self) -> Running:
-        """The object that runs the program. Programs that bind inputs of this one share it.
-
-        The first use creates it, because the module `running` imports NumPy and the rendezvous, which compiling does not need.
-        """
+        """Runner of the program, shared with programs that `bind` returns. Created at the first use, because compiling does not need NumPy
+        and the rendezvous."""
         return self._made or interruptibly(self._make)
 
     def _make(self) -> Running:

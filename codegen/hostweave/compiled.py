@@ -1,4 +1,4 @@
-"""A compiled program: its host IR, its C++, and the module that is built from the C++."""
+"""The class Compiled: a program with its host IR, its C++, and the module that is built from the C++."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods th
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled program. A variant for calls that this program cannot run is another object of this class, see `Variants`."""
+    """A compiled program. Each variant of a program, see `Variants`, is another object of this class."""
 
     given: Fusion | HostProgram
     host: HostProgram
     target: Target
     options: Options
     unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
-    variant: str = ""  # difference of a variant from the program that the user compiled
+    variant: str = ""  # difference of a variant from the user's program, for messages: "in sequence"
 
     @property
     def title(self) -> str:
-        """Name of the program in messages, followed by the difference of a variant."""
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
-        """Proves the order of all ranks' operations, and compares the results with those of the fusion. Returns the parts not covered."""
-        from hostweave.check.check import MAX_ELEMENTS, check  # imports NumPy, which compiling without a check does not need
+        """Implements `Program.check`."""
+        from hostweave.check.check import MAX_ELEMENTS, check  # NumPy is imported only for a check
 
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
@@ -66,7 +65,6 @@ class Compiled:
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, variant: str = "", **options: Any) -> Compiled:
-        """Compiles the same program with other options."""
         return compiled(self.given, self.target.name, replace(self.options, **options), variant)
 
     @cached_property
@@ -80,7 +78,7 @@ class Compiled:
 
     @cached_property
     def marked(self) -> Compiled:
-        """The same program with marks around its instructions. The marks measure when the instructions run."""
+        """The same program with marks around its instructions, which measure when the instructions run."""
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)
@@ -99,11 +97,7 @@ class Compiled:
             return None
 
     def on_ranks(self, ranks: int | Mapping[str, int], figures: Machine) -> Compiled:
-        """Compiles the same program for other sizes of mesh axes, with the cost model of `figures`. The result is not checked.
-
-        `ranks` maps axes to sizes. An int is the size of the mesh's only axis. Raises ProgramError for axes that the mesh does not have,
-        and if the program cannot run on that many ranks.
-        """
+        """Compiles the same program for other sizes of mesh axes, without a check. An int is the size of the mesh's only axis."""
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")
         mesh = self.given.mesh.with_sizes(ranks)
@@ -113,7 +107,7 @@ class Compiled:
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
-        """Makes a report of the timelines. The report also shows the fusion as a graph, and the changes that each pass made."""
+        """Report of the timelines, of the fusion as a graph, and of the changes that each pass made."""
         from hostweave.timeline.graph import changes_of, graph_of
         from hostweave.timeline.report import Report
 
@@ -169,7 +163,7 @@ class Compiled:
         return load(folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError if the user gives a size that no call of the program can have."""
+        """Raises ArgumentError for a size that no call of the program can have."""
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is not a dict of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.given_sizes()):
@@ -182,10 +176,7 @@ class Compiled:
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
-    """Lowers a program, verifies it after every pass, and checks it as `Options.check` says.
-
-    Raises ProgramError if lowering or a check fails, and for options that do not apply to the program.
-    """
+    """Implements `hw.compile`."""
     begin = perf_counter()
     host = lower(given, options)
     made = Compiled(given, host, find_target(target), options, variant=variant)

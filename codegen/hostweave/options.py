@@ -21,59 +21,57 @@ OVERLAPS = ("auto", "off", "search")
 class Options:
     """Options of `hw.compile`.
 
-    - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
-    - `check`: True proves the host program free of races and deadlocks, and compares the results with those of the fusion. By default,
-      meshes of up to 16 ranks are checked.
+    - `streams`: number of CUDA streams of a chunk loop. Iteration i uses stream i modulo this number.
+    - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. False skips the
+      check. By default, programs for up to 16 ranks are checked.
     - `sizes`: typical sizes of dims by name, for which the compiler optimises. Other sizes count as 4096.
-    - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
-      known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
-      the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
-      All sizes must then be stated. "off" runs all communication in sequence, except for loops that the program states by `.stream(...)`. A
-      call runs sequentially if a chosen loop does not divide its sizes. `Program.explain` shows the choices.
-    - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
-      means sequential execution.
-    - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else
-      the figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
+    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls if the cost model predicts a gain. This needs known sizes:
+      ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the cost model
+      predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest, also for later compiles.
+      "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by `.stream(...)`. If a
+      chosen loop does not divide the sizes of a call, the call runs without chosen loops. `Program.explain` shows the choices.
+    - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none" means
+      no loop.
+    - `machine`: figures for the cost model. By default, the figures that `hostweave calibrate` measured on this machine. Without such
+      figures, those of H100 or H200 are used, by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` says so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
-    - `tf32`: f32 matmuls round their operands to TF32, which has 10 bits of mantissa, and accumulate in f32. TF32 is several times faster
-      on tensor cores. The CPU target computes in f32.
-    - `transport`: how bytes travel between ranks.
-      - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
-      - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are stream
-        memory operations. Needs peer access between the GPUs, and no communication library.
-      - one_sided: the same transfers, through windows and signals of the communication library. Needs version 2.29 or later (2.32 for moves
-        between meshes).
-      - auto: two_sided for most communication. Chunk loops use peer if they have `.stream(..., algorithm="put")` or if the cost model
-        chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
-        All-reduces of few bytes are fused into the kernels that consume them.
+    - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), which is several times faster, and accumulate in f32.
+      The CPU target does not round.
+    - `transport`: how ranks transfer data.
+      - two_sided: collectives, sends and recvs of the communication library.
+      - peer: copy engines copy between the GPUs of one host, so that all multiprocessors compute. Signals are stream memory operations.
+        Needs peer access between the GPUs, but no communication library.
+      - one_sided: puts, gets and signals of the communication library. Needs version 2.29 or later (2.32 for moves between meshes).
+      - auto: two_sided for most communication. A chunk loop uses peer if it has `.stream(..., algorithm="put")`, or if the cost model
+        chooses peer. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
+        Kernels compute small all-reduces of their operands through peer memory.
 
-      With peer or one_sided, chunk loops support only tensors whose mesh has all ranks. Such loops transfer shards by put or by ring, or
-      slices of every rank's shard.
+      With peer or one_sided, a chunk loop supports only a tensor on all ranks. Its algorithm is put, ring, or a collective of a slice of
+      every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
-      place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in
-      windows.
+      place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
-      earlier call. Later calls with these arrays launch the graph. Use "auto" for programs of many short operations, whose time is
-      dominated by the host. By default no call is captured automatically.
+      earlier call. Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU to
+      run it. By default no call is captured automatically.
 
       Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
-      gives them, or if the library's allocator returns memory that was freed.
+      names the same arrays, or if the allocator reuses freed memory.
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
-      3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last decision used arrays of earlier calls, on every
-      rank, all calls until the next decision run as graphs, also with new arrays.
+      3, 5, 9, 17 and so on, at least every 4096 calls. They decide for graphs if, on every rank, nearly all calls since the last decision
+      used arrays of earlier calls. Calls with new arrays are then captured too, until the next decision.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
-    - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
-      instead of the first. Measures when the program is prepared for the sizes. Algorithms that need more than the workspace of the
-      matmul are not measured. All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. The
-      CPU target has only one algorithm, so nothing is measured there.
-    - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the
-      store. Ranks that are threads always do this.
+    - `tune`: measures the algorithms that cuBLASLt recommends for each matmul and its epilogue, and uses the fastest instead of the first.
+      The first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped.
+      All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one
+      algorithm, so it measures nothing.
+    - `verify_calls`: processes compare their programs and shapes before every call, through the store. Ranks that are threads always
+      compare.
 
-    Raises ProgramError for an option with an invalid value, such as an unknown `transport`, or `streams` or sizes below 1.
+    Raises ProgramError for an option with an invalid value.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -105,7 +103,6 @@ class Options:
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 
     def transport_carrying(self, *needs: Set[str]) -> Transport | None:
-        """First allowed transport that supports all instructions of at least one of these sets."""
         return first_carrying(self.transports, *needs)
 
     def __post_init__(self) -> None:
@@ -137,7 +134,6 @@ class Options:
 
 
 def options_of(options: object, program: str) -> Options:
-    """Returns the options, or the defaults for None. Raises ProgramError with the program's name for any other object."""
     if not isinstance(options, Options | None):
         raise ProgramError(f"{program}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
     return options or Options()

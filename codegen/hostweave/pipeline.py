@@ -1,4 +1,4 @@
-"""All passes from a fusion to a host program, in order. Each pass is a function in a file with the same name."""
+"""The passes that lower a fusion to a host program, in order. Each pass is a function in a file with the same name."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Invariants of the host IR, each with two passes. The invariant is checked after the first pass, and after all later passes before the
-# second. `LEVELS` has the rules of the fusion IR. A host program that a user wrote need not satisfy the invariants.
+# Invariants of the host IR, each with two passes: the first pass that establishes the invariant, and the first that may break it. None: no
+# pass may. A host program that a user wrote need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -131,8 +131,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
     """Lowers a fusion to a host program. Passes up to `choose_overlap` are skipped for a fusion that already has chunk loops. A host
     program is only verified.
 
-    `observe(name, program)` is called for every stage: first for the input, with the name "input", then for the result of each pass. Raises
-    ProgramError with the position in the user's source if the program is invalid or cannot be lowered.
+    `observe(name, program)` is called first for the input, with the name "input", then for the result of each pass.
     """
     stage: Fusion | HostProgram = program
     _verified("input", stage, None, observe)
@@ -163,10 +162,7 @@ def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, F
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
-    """Checks the sizes of the options.
-
-    Raises ProgramError for names that the program does not have, and if a dim is impossible at these sizes, such as M/2 for M = 7.
-    """
+    """Raises ProgramError if the program has no such sizes, or if a dim is impossible at these sizes, such as M/2 for M = 7."""
     if not sizes:
         return
     types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]
@@ -195,7 +191,7 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """Verifies a stage. An unchanged program is verified only if stricter rules apply from this stage on."""
+    """Verifies a stage, unless it equals the stage before and no stricter rules apply."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
@@ -208,7 +204,7 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
 
 
 def level_of(stage: str) -> str:
-    """Name of the last entry of LEVELS that applies at a stage of a fusion."""
+    """Last stage, up to this one, with an entry in LEVELS."""
     return next(name for name in _STAGES[_STAGES.index(stage) :: -1] if name in LEVELS)
 
 
@@ -224,7 +220,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """Returns the same computation on one device, or the reason why there is none, and the dtypes of the computation's values."""
+    """Returns the same computation on one device with the dtypes of its values, or the reason why there is none with an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

@@ -39,19 +39,17 @@ _told: set[str] = set()
 
 
 def _tell_once(text: str) -> None:
-    """Prints a line on stderr, but only once per process."""
     if text not in _told:
         _told.add(text)
         print(text, file=sys.stderr, flush=True)
 
 
 class Family:
-    """Identity that a program shares with its variants. Variants refer to this object, not to each other, so no variant keeps another
-    variant alive."""
+    """Identity that a program shares with its variants. A reference to it keeps no variant alive."""
 
 
 class Running:
-    """Device resources of a program, and its variants. Programs that bind inputs of the same program share one object."""
+    """Runner of a program and its variants, with their device resources. Programs that bind inputs of one program share a runner."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
@@ -67,7 +65,6 @@ class Running:
         return BoundInputs(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
-        """Frees all resources. The program cannot run again."""
         with self._lock:
             self._closed = True
             for local in list(self._locals):
@@ -79,7 +76,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. Raises ExecutionError, before it builds, if the process cannot run that many ranks."""
+        """Module for `ranks` ranks in this process. Checks first that the process can run them, because building takes long."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
@@ -98,7 +95,6 @@ class Running:
         return self.variants.at_sizes(sizes, group if isinstance(group, Group) else self) or self
 
     def _known(self, sizes: Sizes) -> Sizes:
-        """Keeps only the sizes that appear in the program by name."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
     def _rebound(self, held: BoundInputs | None) -> BoundInputs | None:
@@ -107,7 +103,7 @@ class Running:
         return self.bind(None, arrays) if arrays else None
 
     def _for_windows(self, group: Group, bound: BoundInputs, arrays: Arrays, out: Any) -> Running:
-        """Variant for arguments in windows. Returns self if peers access none of these arguments."""
+        """Variant that accesses the arguments in windows in place, or self."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:
@@ -118,14 +114,11 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the loaded library cannot do the program's communication, or "". Not cached, because a library may be loaded later."""
+        """Reason why the communication library is too old for the program, or "". Not cached, because a library may be loaded later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Returns the same program without the optional transports, except for those that all ranks can use.
-
-        `why` is the reason, which must be the same on all ranks. Raises ExecutionError if the user stated the transport.
-        """
+        """Variant without the optional transports, except those for which `all_have` is True. `why` is the reason, equal on all ranks."""
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
         _tell_once(f"hostweave: {self.name} overlaps less communication than possible: {why}")
@@ -187,7 +180,7 @@ class Running:
             (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: BoundInputs, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
-        """Returns the object that runs calls with these arrays on the rank of this process or thread."""
+        """Finds the variant for these arrays, and returns its program on the rank of this process or thread."""
         expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
@@ -213,7 +206,7 @@ class Running:
         return local if isinstance(local, LocalProgram) else None
 
     def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
-        """Creates the program on this rank. If a rank has several threads, the first thread that calls the program creates it."""
+        """Creates the program on this rank once, even if several threads of the rank call it."""
         compiled = self.compiled
         with group.calling:
             if (local := self._local_in(group)) is None:
@@ -252,7 +245,7 @@ class Running:
 
     @explains_shortages
     def timeline(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """Returns the variant that runs for these arrays, and the times of its calls and of the marks around its instructions."""
+        """Implements `Program.timeline`: the variant that runs, and the times of its calls and marks."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
@@ -275,7 +268,7 @@ class Running:
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
-        """Returns self, or the variant on the next transport if the ranks of this process cannot use the transport of self."""
+        """Returns self, or the variant without optional transports if the ranks of this process cannot use all of them."""
         reach = partial(self._on_all_ranks, lambda _, programs: programs[0].out_of_reach)
         why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
@@ -292,7 +285,7 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
-        """Makes a call on all ranks of this process. Restarts the ranks if an error has stopped some of them."""
+        """Makes a call on all ranks of this process."""
         host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
         if host.windows:
             why = f"the arrays of {', '.join(host.windows)} must be in windows of a group"

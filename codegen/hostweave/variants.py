@@ -30,10 +30,9 @@ R = TypeVar("R", bound=Runner)
 
 
 class Variants(Generic[R]):
-    """The variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
+    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that exist.
 
-    All ranks know the information that selects a variant, so all ranks select the same variant. `Compiled.variant` says how a variant
-    differs. Iteration yields all variants that exist.
+    Only information that all ranks share selects a variant, so all ranks select the same variant.
     """
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
@@ -50,40 +49,37 @@ class Variants(Generic[R]):
         return filter(None, dict.fromkeys((*self._made.values(), *kept)))
 
     def close(self) -> None:
-        """Frees the resources of all variants."""
         for variant in list(self):
             variant.close()
 
     def in_sequence(self) -> R | None:
-        """The program without the chunk loops that the compiler chose. None if the compiler chose no loops."""
+        """The program without the chunk loops that the compiler chose, or None if there are none."""
         made = self._compiled.in_sequence
         return self._get("in sequence", lambda: made) if made is not self._compiled else None
 
     def marked(self) -> R:
-        """The program with marks around its instructions."""
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> R:
-        """The program for `machine`, whose figures say which transports the ranks cannot use."""
+        """The program without the transports that `machine` lacks."""
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:
-        """The program for the case that the arguments with these names are in windows. None if that changes nothing."""
+        """The program for arguments in windows. None if no communication then accesses other arguments in place."""
         with self._lock:
             if names not in self._made:
                 made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)
-                # Several variants may have equal windows.
                 known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}
                 same = made.host.windows == self._compiled.host.windows
                 self._made[names] = None if same else known.get(made.host.windows) or self._running(made)
             return self._made[names]
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
-        """The program with constants in place of sizes that its ranks cannot share evenly. None if there are no such sizes, or if constants
-        are impossible.
+        """The program with constants in place of the sizes that ranks cannot split evenly. None if there are no such sizes, or if
+        `Compiled.at_sizes` is None.
 
-        Each owner, a group or the runner of all ranks, keeps the variants for its last few sizes. All ranks of a group make the same calls,
-        and therefore keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
+        `owner` is a group, or the runner of `Program.run`. Each owner keeps the variants for its last few sizes. All ranks of a group make
+        the same calls, and therefore keep the same variants. A dropped variant is freed when no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())

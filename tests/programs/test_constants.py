@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
     "two": (lambda x: hw.full(2, 2, hw.bool_), "full: bool has no 2; give an int from 0 to 1"),
     "tensor": (lambda x: hw.full(2, hw.sum(x)), "full: Tensor(f32[]) is not a Python number; use hw.broadcast_to on a tensor"),
     "dtype": (lambda x: hw.ones(2, float), "ones: <class 'float'> is not a dtype; use hw.f32, hw.bf16 and the like"),
-    "no numbers": (lambda x: hw.arange(3, 3), "arange: from 3 to before 3 by 1, there is no number"),
+    "no numbers": (lambda x: hw.arange(3, 3), "arange: from 3 to before 3 by 1, the range is empty"),
     "no size": (lambda x: hw.arange(0, "M", -1), "by -1, the number of elements cannot be written as a size; count up from 0 and compute"),
     "start": (lambda x: hw.arange("M", "N"), "arange: start='M', step=1: both must be ints"),
     "bools": (lambda x: hw.arange(3, dtype=hw.bool_), "arange: dtype bool is not supported"),

@@ -1,4 +1,4 @@
-"""The environment variables whose names begin with HOSTWEAVE_, and a warning about misspelt ones."""
+"""The environment variables that begin with HOSTWEAVE_, and a warning about misspelt names."""
 
 import os
 import warnings
@@ -12,7 +12,6 @@ VARIABLES = tuple(_PREFIX + name for name in _NAMES)
 
 
 def warn_of_misspelt(environment: Mapping[str, str] = os.environ) -> None:
-    """Warns about each environment variable whose name is a misspelling of one in VARIABLES."""
     for variable in environment:
         if not variable.startswith(_PREFIX) or variable in VARIABLES:
             continue

@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# a wheel installs these folders in the package, but their code is treated as the user's code
+# a wheel has these folders inside the package, but their code counts as the user's
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 
@@ -45,10 +45,7 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """Location of the innermost frame outside this package and outside the folders `others`.
-
-        If `stated_location` is active, returns its location instead.
-        """
+        """Location of `stated_location` if active, else of the innermost frame outside this package and the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
@@ -64,7 +61,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line in errors. Needed to trace a recorded graph: the code that recorded it is not on the stack."""
+    """Makes `location` the user's line in errors. A recorded graph needs it, because the user's line is not on the stack."""
     token = _stated.set(location)
     try:
         yield
@@ -73,7 +70,7 @@ def stated_location(location: Location | None) -> Iterator[None]:
 
 
 class HostweaveError(Exception):
-    """Base class of all errors that Hostweave raises. The message has a reason and a remedy, after the location if it is known."""
+    """Base class of Hostweave's errors. The message has the location if known, the reason, and mostly a remedy."""
 
     def __init__(self, message: str, location: Location | None = None):
         super().__init__(f"{location}: {message}" if location else message)
@@ -81,7 +78,7 @@ class HostweaveError(Exception):
 
 
 class ProgramError(HostweaveError, ValueError):
-    """An invalid program: it does not verify, cannot be lowered, or has a race or a deadlock."""
+    """An invalid program or option, or a program that cannot be lowered or fails the check."""
 
     @classmethod
     def here(cls, message: str) -> Self:
@@ -90,7 +87,7 @@ class ProgramError(HostweaveError, ValueError):
 
 
 class UnknownAttribute(ProgramError, AttributeError):
-    """A missing attribute. Derived from AttributeError too, so that `hasattr` returns False."""
+    """A missing attribute. Also an AttributeError, so that `hasattr` returns False."""
 
 
 class ParseError(ProgramError):
@@ -98,11 +95,11 @@ class ParseError(ProgramError):
 
 
 class ArgumentError(HostweaveError, ValueError):
-    """A call with an array of the wrong dtype, shape, device or layout."""
+    """A call with invalid arguments, such as an array of the wrong dtype, shape, device or layout."""
 
 
 class SizeError(ArgumentError):
-    """A call with an array whose dim differs from the program's size."""
+    """A call with an array whose dim differs from the program's size, or from the same size of another array."""
 
 
 class BuildError(HostweaveError, RuntimeError):
@@ -114,7 +111,7 @@ class MissingPackage(HostweaveError, ImportError):
 
 
 class ExecutionError(HostweaveError, RuntimeError):
-    """A program that failed while it ran."""
+    """A program or group that failed at run time, or that the process cannot run."""
 
 
 class CaptureError(ExecutionError):
@@ -139,22 +136,19 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Remedy for an unknown word: the most similar known word, or the list of all known words."""
+    """Remedy for an unknown word: the most similar known word, or the list of all."""
     known = list(known)
     return closest_word(word.lower(), known) or f"one of {', '.join(known)}"
 
 
 def closest_word(word: str, known: Iterable[str], similarity: float = 0.65) -> str | None:
-    """Remedy `did you mean WORD?` for the most similar known word, or None. `similarity` is the least similarity, from 0 to 1."""
+    """Remedy `did you mean WORD?` for the most similar known word, or None if all similarities (0 to 1) are less than `similarity`."""
     matches = get_close_matches(word, known, 1, similarity)
     return f"did you mean {matches[0]}?" if matches else None
 
 
 def optional(module: str, user: str) -> Any:
-    """Imports a module of an optional dependency. `user` names the feature in the error.
-
-    Raises MissingPackage if the import fails.
-    """
+    """Imports a module of an optional dependency. `user` names the feature in the error MissingPackage."""
     package = module.partition(".")[0]
     try:
         return import_module(module)

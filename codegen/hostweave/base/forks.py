@@ -1,4 +1,4 @@
-"""Makes os.fork safe: in the child, all locks are free, even if a thread of the parent held them, and no module is half imported."""
+"""Makes os.fork safe: in the child, the package's locks are free, and no module of the package is half imported."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
 import os
@@ -10,17 +10,17 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for an import; without a limit, both deadlock if the import waits for the forking thread
+_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; without a limit, an import that waits for the forking thread would deadlock
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child would inherit the pipe of that process, and keep it open.
+# held while a process starts; a fork waits for it, because the child would inherit and keep open the pipe of that process
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()
 
 
 def reset_after_fork(lock: _Lock) -> _Lock:
-    """Makes a lock free in the child after each fork, and returns the lock."""
+    """Registers a lock to be free in the child after each fork. Returns the lock."""
     _locks.add(lock)
     return lock
 

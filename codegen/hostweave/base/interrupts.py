@@ -1,7 +1,7 @@
 """Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. Therefore
-another thread does the work, and the main thread only waits. Interrupted work stops at its next call of `expect_not_interrupted`.
+another thread does the work, and the main thread only waits. Interrupted work stops when it next calls `expect_not_interrupted`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hostweave.base.shortages import expect_memory, explains_shortages
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.05  # seconds between two checks of whether to continue waiting
+POLL_SECONDS = 0.05  # time between two checks if a wait must end
 _THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
 _WAIT_TIMEOUT = 15.0  # seconds that interrupted work gets to end
 
@@ -27,8 +27,6 @@ class Interrupted(BaseException):
 
 
 class _Task(Generic[T]):
-    """Work that runs on a separate thread."""
-
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._context: Context | None = copy_context()
@@ -75,7 +73,7 @@ class _Task(Generic[T]):
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Requests that the work stops, and waits up to 15 seconds for its end. A second Ctrl-C ends this wait."""
+        """Requests the work to stop, and waits for its end. A second Ctrl-C ends this wait."""
         self.reason = reason
         if self._started.acquire(blocking=False):
             return
@@ -103,12 +101,10 @@ _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=N
 
 @explains_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
-    """Runs `work` and returns its result. On the main thread, lets another thread run the work.
+    """Returns the result of `work`. The main thread lets another thread run the work.
 
-    If a signal raises an exception in the main thread meanwhile, the work stops at its next `expect_not_interrupted`, or when
-    `stop(reason)` ends the waits of the work. The exception is raised when the work has ended, at the latest after 15 seconds.
-
-    Raises ExecutionError if the machine has too little memory, or too few files or threads.
+    If a signal raises an exception in the main thread meanwhile, `stop(reason)` is called to end waits of the work. The exception is raised
+    again when the work has ended, at the latest after 15 seconds.
     """
     if get_ident() != main_thread().ident:
         return work()
@@ -128,11 +124,8 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Runs `work` on another thread and returns its result.
-
-    Raises TimeoutError if the work does not end in time. The work then continues in the background, up to its next
-    `expect_not_interrupted`.
-    """
+    """Returns the result of `work`, which another thread runs. If the time is over, raises TimeoutError, and the work continues until it
+    next calls `expect_not_interrupted`."""
     task, deadline = _Task(work), time.monotonic() + seconds
     try:
         task.start()
@@ -154,14 +147,14 @@ def expect_not_interrupted() -> None:
 
 
 def in_current_context(work: Callable[..., T]) -> Callable[..., T]:
-    """Binds `work` to the current context, so that threads of a pool run it as a part of the current work."""
+    """Binds `work` to the current context, so that threads of a pool are interrupted together with the current work."""
     context = copy_context()
     return lambda *arguments: context.copy().run(work, *arguments)
 
 
 @contextmanager
 def acquired(lock: Any) -> Iterator[None]:
-    """Takes a lock. Raises Interrupted if the work is interrupted while it waits for the lock."""
+    """Context that holds a lock. An interrupt ends the wait for the lock."""
     while not lock.acquire(timeout=POLL_SECONDS):
         expect_not_interrupted()
     try:

@@ -11,7 +11,7 @@ from hostweave.base.errors import ParseError
 T = TypeVar("T")
 
 MAX_DEPTH = 64  # deepest nesting of bodies and parentheses, because parsers and passes recurse at each level
-MAX_INT = 2**63 - 1  # largest size: C++ keeps sizes in int64_t
+MAX_INT = 2**63 - 1  # largest size, because C++ has sizes in int64_t
 
 _TOKEN = re.compile(
     r"\s+|#[^\n]*|(?P<string>\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
@@ -27,8 +27,6 @@ class Token(NamedTuple):
 
 
 class Lexer:
-    """Cursor over the tokens of a text."""
-
     def __init__(self, text: str):
         self.text = text
         self.tokens = [Token(m[0], m.start()) for m in _TOKEN.finditer(text) if m.lastgroup]
@@ -105,7 +103,7 @@ class Lexer:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context of one more nesting level: a body, or a pair of parentheses."""
+        """Enters one more nesting level: a body, or a pair of parentheses."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(f"more than {MAX_DEPTH} nested bodies or parentheses; reduce the nesting")

@@ -5,7 +5,7 @@ from collections.abc import Container
 
 
 def unique_name(base: str, used: Container[str]) -> str:
-    """Returns `base`, or the first of `base_2`, `base_3`, ... that is free. For `y_2`, if `y` is used too, tries `y_3` next."""
+    """Returns `base`, or the first of `base_2`, `base_3`, ... that is not used. If `y` and `y_2` are used, `y_2` becomes `y_3`."""
     if base not in used:
         return base
     stem, _, number = base.rpartition("_")
@@ -15,7 +15,7 @@ def unique_name(base: str, used: Container[str]) -> str:
 
 
 def claim_unique(base: str, used: set[str]) -> str:
-    """Makes `base` unique as in `unique_name`, and adds the result to `used`."""
+    """Returns `unique_name(base, used)`, and adds this name to `used`."""
     name = unique_name(base, used)
     used.add(name)
     return name

@@ -1,7 +1,6 @@
-"""Paths of the package's files. In a wheel, the files are next to the code. In a source tree, they are at the root of the tree.
+"""Paths of the package's files. A wheel has the files next to the code. A source tree has them at its root.
 
-An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` contains both
-folders.
+In an editable installation, the code is in the source tree, and build results are in site-packages. `__path__` contains these two folders.
 """
 
 from pathlib import Path
@@ -22,5 +21,5 @@ BUILDER = PACKAGE / "build"
 
 HOST_IR = "program.hw"  # file with the host IR, next to the generated sources
 
-# folder of the build's results: libhostweave_cpu.so and the binding
+# folder of build results: libhostweave_cpu.so and the binding
 NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")

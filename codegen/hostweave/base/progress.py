@@ -25,7 +25,7 @@ _CLEAR = "\r\033[K"  # moves to the first column, and clears the line
 
 
 class _Line:
-    """Line that shows the outermost work in progress."""
+    """The progress line: the outermost work, when it began, and its steps."""
 
     def __init__(self) -> None:
         self.lock = reset_after_fork(threading.Lock())
@@ -37,7 +37,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of a `with` block on a terminal, under the name `what`. Steps of nested blocks count for the outermost block."""
+    """Shows the progress of a `with` block as the work `what`. A nested block only adds its steps, not its name."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:
@@ -54,13 +54,11 @@ def progress(what: str, steps: int = 0) -> Iterator[None]:
 
 
 def expect_steps(count: int) -> None:
-    """Adds steps to the work in progress."""
     with _line.lock:
         _line.expected += count
 
 
 def step_done(name: str) -> None:
-    """Counts a step, and shows it."""
     with _line.lock:
         _line.done += 1
         if _line.what:
@@ -68,7 +66,7 @@ def step_done(name: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line on stdout, which replaces the progress line on a terminal."""
+    """Clears the progress line, and prints a line on stdout."""
     with _line.lock:
         _show("")
         print(text, flush=True)

@@ -1,5 +1,4 @@
-"""Remedies for shortages of disk space, open files, memory and threads, found by patterns in the messages of compilers, loaders and
-Python."""
+"""Remedies for shortages of disk space, open files, memory and threads. Patterns find the shortage in an error's text."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from hostweave.base.errors import ExecutionError, HostweaveError, reason_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# a linker maps its output file, so a full disk raises a bus error
+# a linker maps its output file, so a full disk causes a bus error
 _DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"
 _FILES = r"Too many open files"
 _SIZE = r"File too large|File size limit exceeded|signal 25\b"
@@ -40,7 +39,7 @@ def remedy_of(text: str) -> str | None:
 
 
 def expect_memory(count: int) -> None:
-    """Raises MemoryError if the process cannot map `count` more bytes. Does not touch the memory."""
+    """Raises MemoryError if the process cannot map `count` more bytes."""
     if count:
         try:
             mmap.mmap(-1, count).close()

@@ -20,7 +20,7 @@ _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x",
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function: a call with a wrong number, name or type of arguments raises ProgramError. NumPy integers become ints."""
+    """Decorates a function: arguments that do not fit its parameters raise ProgramError. NumPy integers become ints."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
@@ -62,18 +62,16 @@ def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:
 
 
 def public_names(module: dict[str, object]) -> list[str]:
-    """Names of a module's checked functions, for its `__all__`."""
+    """Names of a module's `checked` functions without a leading underscore."""
     return [name for name, value in module.items() if hasattr(value, "__wrapped__") and not name.startswith("_")]
 
 
 def checked_arguments(kind: type[_T]) -> type[_T]:
-    """Decorates a class: its constructor is checked like a `checked` function."""
     kind.__init__ = checked(kind.__init__)  # type: ignore[method-assign]
     return kind
 
 
 def _mismatched_call(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
-    """Error message for a call whose arguments do not match the signature: the mistake, and the usage of the function."""
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)
@@ -90,10 +88,8 @@ def _wrong_type_of(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Error message for the first argument whose type does not fit its annotation.
-
-    Considers only arguments for which `of` returns True. Returns None if all fit, or if the call does not match the signature.
-    """
+    """Message about the first argument, among those for which `of` is True, whose type does not fit. None if there is none, or if arguments
+    are missing or unknown."""
     try:
         bound = inspect.signature(function).bind(*args, **options)
     except TypeError:
@@ -113,7 +109,7 @@ def _wrong_type_of(
 
 @cache
 def _hints(function: Callable[..., object]) -> dict[str, Any]:
-    """Types of a function's parameters, except those that only type checkers can resolve."""
+    """Annotations of a function, except those with names that only type checkers import."""
     hints = {}
     for name, stated in function.__annotations__.items():
         with suppress(NameError):

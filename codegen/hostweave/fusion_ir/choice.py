@@ -1,8 +1,8 @@
-"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. The text of a choice is one line:
+"""The compiler's choice of an algorithm for a reshard, and the alternatives with their times. The text of a choice is one line:
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The number in parentheses is the number of chunks. put(1) and get(1) are a single asynchronous communication, not a loop.
+The number in parentheses is the number of chunks. An algorithm with one chunk is a single asynchronous communication, not a loop.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An alternative: an algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and the matmuls next to it,
-    in microseconds."""
+    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and of the matmuls that it may overlap, in
+    microseconds."""
 
     algorithm: str
     chunks: int
@@ -27,13 +27,12 @@ class Alternative:
 
     @property
     def is_loop(self) -> bool:
-        """True for a chunk loop. With one chunk, the reshard is a single asynchronous communication before or after the matmuls."""
         return self.chunks > 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice for the reshard that produces `value`. The first alternative is chosen. The other alternatives follow in order of time."""
+    """Choice for the reshard that produces `value`. The first alternative is chosen; the others follow, fastest first."""
 
     value: str
     function: str
@@ -54,13 +53,11 @@ class Choice:
 
     @property
     def times(self) -> str:
-        """Lists the alternatives with their times, the chosen alternative first: `predicted: p2p(8) 812.0 us, none 1024.5 us`."""
         alternatives = ", ".join(f"{one.name} {one.micros:.1f} us" for one in self.alternatives)
         return f"{'measured' if self.is_measured else 'predicted'}: {alternatives}"
 
 
 def parse_choice(reader: Reader) -> Choice:
-    """Parses the rest of a choice, after the word `choice`."""
     value = reader.named()
     reader.expect("of")
     function, by = reader.global_name("a function"), reader.peek()

@@ -1,4 +1,4 @@
-"""Base class of passes that add ops. The class infers types and shardings of new ops, and names their results."""
+"""Base class of passes that add ops. It infers types and shardings of new ops, and names their results."""
 
 from dataclasses import replace
 
@@ -23,7 +23,6 @@ class OpRewriter:
         self.ops: list[Op] = []
 
     def rewritten(self) -> Fusion:
-        """Calls `add` for each op, and returns the fusion of all emitted ops."""
         for op in self.fusion.ops:
             self.add(op)
         return replace(self.fusion, body=tuple(self.ops))
@@ -43,7 +42,7 @@ class OpRewriter:
     ) -> str:
         """Emits an op and returns the name of its result, such as `of_word`. By default, `of` is the replaced result, and `word` the kind.
 
-        `like` is a type with the properties of the result that the operands do not determine, such as the shape after a reshape.
+        `like` has the properties of the result type that the operands do not determine, such as the shape after a reshape.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
@@ -58,7 +57,7 @@ class OpRewriter:
         self.types[op.result.name] = op.result.type
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
-        """Emits a reshape that replaces the `count` dims from dim `at` by `dims`, and returns the name of its result."""
+        """Emits a reshape that replaces `count` dims, from dim `at`, by `dims`. Returns the name of the result."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
         return self.make("reshape", name, like=like, word=word, of=of)

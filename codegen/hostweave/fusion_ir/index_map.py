@@ -1,5 +1,5 @@
-"""Index maps label the dims of an op, like the subscripts of einsum. Sharding propagation, chunk loops and lowering use these labels to
-find the part of each operand that a part of the result needs."""
+"""Index maps label the dims of an op, like the subscripts of einsum. The labels say which part of each operand a part of the result
+needs."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,11 @@ class IndexMap:
     dim of one element that is broadcast, new, or kept after a reduction. None also marks a dim that cannot be sharded, such as a dim that
     the op slices, pads or concatenates.
 
-    - `outer`: labels of dims that ranks can split, but chunk loops cannot. Of the dims that a reshape splits or merges, only the outermost
-      has such a label.
-    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Only this number of ranks can split the dim:
-      each rank has one block.
-    - `unwalked`: labels of dims over which no loop can iterate: the accessed elements depend on data, or the op needs all elements at once.
-      An op with such labels is computed by a kernel, never in a chunk loop.
+    - `outer`: labels of dims that ranks can split, but chunk loops cannot, such as the outermost of dims that a reshape merges.
+    - `blocks`: labels of dims that the op processes in blocks, each with the number of blocks. Only this number of ranks can split the dim,
+      one block per rank.
+    - `unwalked`: labels of dims over which no loop can iterate, because data choose the elements, or the op needs all elements at once. An
+      op with such labels is never in a chunk loop.
     """
 
     operands: tuple[Labels, ...]
@@ -38,7 +37,8 @@ class IndexMap:
         return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """Dim of an operand that shares its index with a dim of the result. None if every iteration needs the whole operand."""
+        """Dim of an operand that has the index of a dim of the result. None if a loop over this dim needs the whole operand, or is
+        impossible."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
@@ -46,8 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Splits a reshape into independent reshapes, as pairs of adjacent dims of `source` and adjacent dims of `target`. [M, 8] to [M, 2, 4]
-    gives ([0], [0]) and ([1], [1, 2]). Dims of size 1 are paired with each other or omitted."""
+    """Splits a reshape into independent reshapes of adjacent dims: [M, 8] to [M, 2, 4] gives ([0], [0]) and ([1], [1, 2]). Dims of size 1
+    are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):

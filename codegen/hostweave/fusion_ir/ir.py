@@ -1,4 +1,4 @@
-"""The fusion IR: math on global tensors in static single assignment. Only the host IR has buffers and CUDA streams."""
+"""The fusion IR: math on global tensors in static single assignment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attribute(Generic[T]):
-    """An attribute of ops: its name in the text, its type, and its default. An attribute with the default None is required."""
+    """An attribute of ops. An attribute with the default None is required."""
 
     name: str
     type: type[T]
@@ -44,11 +44,11 @@ class Attribute(Generic[T]):
 
 
 def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ...]:
-    """Attributes of an op, without those that are None or False."""
+    """Attributes of an op, without values None and False."""
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # largest number of iterations of a chunk loop; some passes compare each iteration with every other
+MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, because some passes compare each two iterations
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -57,9 +57,9 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """The dim along which a chunk loop computes a value, and the `algorithm` if the value is the result of a reshard, such as p2p or put.
+    """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop, such as p2p or put.
 
-    The pass `choose_overlap` puts the value into a `ChunkLoop`. Until then, `algorithm` is that of the loop, and the stream also has:
+    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then that of the loop, and the stream also has:
 
     - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
     - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
@@ -87,9 +87,8 @@ class Stream:
 class Value:
     """A named tensor.
 
-    If `pinned`, the user stated the sharding, and no pass may change it. If `is_async`, the value is the result of a communication that
-    runs on a separate stream. `transport` overrides the transport of this communication. `group` is set for an input that is a parameter
-    group.
+    If `pinned`, the sharding is stated, and no pass may change it. If `is_async`, the value is the result of a communication that runs on a
+    separate stream, by `transport` if that is not "". `group` is set for an input that is a parameter group.
     """
 
     name: str
@@ -102,7 +101,7 @@ class Value:
 
     @property
     def walked(self) -> Stream:
-        """Stream of a value that a chunk loop computes."""
+        """Stream of a value that has one."""
         assert self.stream is not None
         return self.stream
 
@@ -116,8 +115,8 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
-    An operand is the name of a value, or a number in the dtype of the tensor operands. A call has a `callee`, and a launch of a user kernel
-    a `user_kernel`. Operands and attributes are compared as text, because Python's comparison is too coarse: 0.0 == -0.0, and 1 == True.
+    An operand is the name of a value, or a number in the dtype of the last tensor operand. Operands and attributes are compared as text,
+    because 0.0 == -0.0 and 1 == True in Python.
     """
 
     kind: str
@@ -133,7 +132,7 @@ class Op:
         object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
 
     def __getitem__(self, attribute: Attribute[T]) -> T:
-        """Value of an attribute. The verifier has checked its type."""
+        """Value of an attribute, whose type the verifier has checked."""
         value: Any = dict(self.attributes).get(attribute.name, attribute.default)
         if value is None:
             raise ValueError(f"{self.kind}: attribute {attribute.name} is missing")
@@ -145,7 +144,7 @@ class Op:
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
 
     def renamed(self, names: Mapping[str, str]) -> Op:
-        """Renames operands. Operands that are not in `names` keep their names."""
+        """Renames the operands that are in `names`."""
         return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
 
     @cached_property
@@ -169,9 +168,9 @@ class ChunkLoop:
     - `steps` is the number of iterations. If `drops_dim`, each iteration handles a single index, and its values lack the dim.
     - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (chunk i consists of the i-th
       slice of every shard).
-    - `rotation`, in a loop by shard, says when a rank computes its own block: first (`local_first`), last (`local_last`), or when the index
-      of the loop reaches the block (None).
-    - `gathered` names a value that is gathered before the loop, and of which each iteration uses one shard. "" if there is none.
+    - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
+      (None).
+    - `gathered` names an async all-gather of which each iteration uses one shard, or is "".
     """
 
     ops: tuple[Op, ...]
@@ -183,12 +182,12 @@ class ChunkLoop:
 
     @property
     def communication(self) -> Op | None:
-        """The first reshard in the loop, or None. In a loop by shard, it communicates the block of an iteration."""
+        """The first reshard in the loop, or None."""
         return next((op for op in self.ops if op.result.walked.algorithm), None)
 
     @property
     def by_block(self) -> bool:
-        """True if a communication determines the order of the blocks. Otherwise the loop visits the blocks in order."""
+        """True if a communication by shard determines the order of the blocks. Otherwise the loop visits chunks in order."""
         return self.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:
@@ -203,10 +202,10 @@ class ChunkLoop:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program, or a function that is called: inputs, ops and chunk loops in order, and names of the results.
+    """A program, or a function of a program: inputs, ops and chunk loops in order, and names of the results.
 
     `donated` is empty, or has one entry per result: the input whose memory the result reuses, or "". `returned` is empty, or has one entry
-    per result: the parameter group that the result forms, or None. `choices` are the compiler's choices for reshards next to matmuls.
+    per result: the parameter group that the result forms, or None. `choices` are the compiler's choices for reshards.
     """
 
     name: str
@@ -233,26 +232,23 @@ class Fusion:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """All ops in order, including those in loops."""
         return tuple(op for item in self.body for op in (item.ops if isinstance(item, ChunkLoop) else (item,)))
 
     @cached_property
     def loop_of(self) -> dict[str, ChunkLoop]:
-        """Maps each value that a loop computes to the loop."""
         return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
     @cached_property
     def made(self) -> Mapping[str, Op]:
-        """Maps each computed value to its op."""
+        """Value -> the op that computes it."""
         return {op.result.name: op for op in self.ops}
 
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
-        """Types of all values, in order of definition."""
+        """Value -> type, in order of definition."""
         return {name: value.type for name, value in self.values().items()}
 
     def values(self) -> Mapping[str, Value]:
-        """All values by name, in order of definition."""
         return self._values
 
     @cached_property
@@ -275,7 +271,7 @@ class Fusion:
 
     @property
     def numbered_results(self) -> tuple[tuple[str, int | None], ...]:
-        """For each result that a caller gets: the name of the output, and the index in its parameter group or None."""
+        """For each entry of `results`: the name of the output, and the index in its parameter group or None."""
         return tuple((value.name, number) for value, number, _ in one_by_one(self._grouped_outputs))
 
     @property
@@ -295,7 +291,7 @@ class Fusion:
 
     @cached_property
     def functions(self) -> tuple[Fusion, ...]:
-        """Functions that the fusion calls directly or indirectly. Each is listed once, after the functions that it calls."""
+        """Functions that the fusion calls directly or indirectly, each after the functions that it calls."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -309,11 +305,11 @@ class Fusion:
 
     @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """User kernels that the fusion and its functions launch, each once."""
+        """User kernels of the fusion and its functions."""
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
-        """Text of the program, one op per line, after the functions that it calls."""
+        """Text: user kernels, functions, then the program with one op per line."""
         user_kernels = "".join(f"{line}\n" for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel))
         functions = "".join(function._text("function") for function in self.functions)
         return user_kernels + functions + self._text("fusion", f" {self.mesh}" if self.mesh.axes else "")
@@ -340,7 +336,7 @@ class Fusion:
 
 
 def _alone(value: Value, number: int | None, name: str) -> Value:
-    """The value itself if `number` is None, else the tensor at this index of the parameter group."""
+    """The value itself, or tensor `number` of its parameter group."""
     return value if number is None else replace(value, name=name, type=replace(value.type, dims=value.type.dims[1:]), group=None)
 
 

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys: merges the results of the blocks, and finds attention ops whose gathered keys have no other consumer."""
+"""Attention over blocks of keys: merges the results of the blocks, and finds attention ops whose keys can arrive in blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class BlockWriter(OpRewriter):
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits ops that compute the merged result, or the merged log-sum-exps if the replaced op is attention_lse. `blocks` and `lse` are
-        the results of attention to this rank's blocks of keys, and `lses` the log-sum-exps of all blocks."""
+        """Emits the merged result, or the merged log-sum-exps if the replaced op is attention_lse. `blocks` and `lse` are the results of
+        attention to this rank's blocks of keys, and `lses` has the log-sum-exps of all blocks."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
@@ -45,7 +45,7 @@ class BlockWriter(OpRewriter):
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """An attention op, and the all-gathers of its keys and values, which have no other consumer, so that keys can arrive block by block."""
+    """An attention op, and the all-gathers of its keys and values, which have no other consumer."""
 
     attention: Op
     keys: Op
@@ -66,8 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Attention ops whose keys and values have no other consumer, each with its attention_lse op or None. Excludes ops with lengths, bias,
-    window, packed sequences or blocks."""
+    """Attention ops without window, blocks and optional operands whose keys and values have no other consumer. Each with its attention_lse
+    op, or None."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
@@ -81,8 +81,7 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Yields the ops of `attended_alone` whose keys and values are all-gathered. If the mask is causal, the queries must be sharded like
-    the keys before the gather."""
+    """Yields the ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, rows must be sharded like keys."""
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
         keys, values = map(fusion.made.get, others)
@@ -94,6 +93,6 @@ def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
 
 
 def _is_of_keys(op: Op) -> bool:
-    """True if the op all-gathers the second-to-last dim completely."""
+    """True if the op all-gathers the dim of keys completely."""
     dim = len(op.result.type.dims) - 2
     return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes

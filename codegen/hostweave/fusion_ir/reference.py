@@ -1,4 +1,4 @@
-"""NumPy reference: computes a fusion on global arrays, without ranks or targets."""
+"""NumPy reference: computes a fusion on global arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
     """Computes the results for global arguments. Each tensor of a parameter group is a separate argument.
 
     Computes floats in float64, and rounds only where the program casts. Integers and bools keep their dtype.
-
-    Raises ArgumentError if an input is missing or does not fit its type, or if `max`, `min` or `argmax` reduces a dim without elements.
     """
     inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
@@ -43,7 +41,7 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The number system in which a fusion is evaluated, such as floats or a finite field: a module like NumPy, dtypes and casts."""
+    """The number system in which a fusion is evaluated, such as floats or a finite field."""
 
     np: Any
     dtype: Callable[[DType], np.dtype[Any]]
@@ -51,11 +49,11 @@ class Arithmetic:
     apply: Callable[..., Any] = lambda function, *operands: function(*operands)
     function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
     kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # results of a user kernel
-    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets all values of a fusion or function
+    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # called with all values of a fusion or function
 
 
 def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
-    """Outputs for global inputs, in the dtypes of `arithmetic`."""
+    """Outputs for global inputs. `inputs` has stacked tensors for parameter groups."""
     values = dict(inputs)
     for op in fusion.ops:
         several = op.callee or (op.user_kernel and arithmetic.kernel)
@@ -70,7 +68,7 @@ def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int]
 
 
 def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> Any:
-    """Result of an op: an array, or a tuple of arrays for a call."""
+    """Result of an op: an array, or a tuple for a call or a kernel that `arithmetic` computes."""
     tensors = [values[name] for name in op.tensors]
     if op.user_kernel and arithmetic.kernel:
         return arithmetic.kernel(op, tensors)
@@ -94,8 +92,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat. First, for each result of the function: the value of the last call if the result is carried, otherwise a stack
-    of the values of all calls. Then, for each operand and each result: a stack of its values if it is carried, otherwise None."""
+    """Results of a repeat. First, each result of the function: from the last call if carried, otherwise stacked over all calls. Then, for
+    each operand and each result, the stack of its values if it is carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
@@ -123,7 +121,7 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """Rounds to a dtype, and returns the array in the dtype that computation uses."""
+    """Rounds to a dtype, and converts to the dtype that computes."""
     return cast(array, dtype).astype(computing_dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Plans reshards: the layout changes that one collective can make, and the sequence of collectives that moves the fewest bytes."""
+"""Plans of reshards: the changes of layout that one collective can make, and the sequence of collectives that moves the fewest bytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,12 +26,13 @@ DEFAULT_SIZE = 4096  # assumed size of a dim whose size is unknown
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """A reshard step over mesh `axes`, with the kind and the attributes of its op.
+    """A step of a reshard, with the kind and the attributes of its op.
 
-    `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from `dim` to dim `to`. In a permute_shards, rank i
-    of a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer
-    moves a tensor that is not partial to another mesh, by the routes of `blocks`. `target` is the result type of a permute_shards, reduce
-    or transfer, because their attributes do not determine it.
+    - An all_gather, reduce_scatter or shard changes the axes of `dim`. An all_to_all moves the axes from `dim` to dim `to`.
+    - In a permute_shards, rank i of a process group gets the shard of rank `sources[i]`.
+    - A reduce leaves the result on rank `root` of each process group.
+    - A transfer moves a tensor that is not partial to another mesh, by the routes of `blocks`.
+    - The last three kinds have a `target`, the result type, because their attributes do not determine it.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class ReshardStep:
     blocks: Transfer | None = None  # None in a plan
 
     def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
-        """Op that applies this step to `source`, a value of this type."""
+        """Op that applies this step to the value `source`."""
         sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
         axes = MeshAxes(self.axes) if self.axes else None
         reduction, blocks = self.reduction or None, transfer(type, result.type, mesh) if self.kind == "transfer" else None
@@ -63,10 +64,7 @@ class ReshardStep:
         return self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
 
     def applied(self, type: TensorType, mesh: Mesh) -> TensorType:
-        """Type after the step. `mesh` is the program's mesh.
-
-        Raises Mismatch if the step does not apply to a tensor of this type.
-        """
+        """Type after the step. Raises Mismatch if the step does not apply to this type."""
         on, partial, after, axes = type.mesh_in(mesh), type.partial, list(layout(type)), MeshAxes(self.axes)
         if self.kind != "transfer" and (not self.axes or len(set(self.axes) & dict(on.axes).keys()) < len(self.axes)):
             raise Mismatch(f"{axes} are not axes of {on}, each named once")
@@ -98,7 +96,7 @@ class ReshardStep:
         return with_layout(type, tuple(after), partial)
 
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
-        """True if the step changes `type` to `target`, its stated result type."""
+        """True if the step can change `type` to `target`."""
         if self.kind == "transfer":
             is_move = not type.partial and not target.partial and type.mesh != target.mesh
             return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))
@@ -111,7 +109,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives in the step. `share` is the amount that each rank holds before the step, in the same unit."""
+        """Amount of data that a rank receives, in the unit of `share`: the amount that each rank holds before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -124,7 +122,7 @@ def step_of(op: Op) -> ReshardStep:
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
-    """The single step from one layout to another. None if there is none, or if the layouts are equal. `mesh` is the program's mesh."""
+    """The single step from one layout to another, or None."""
     if source.mesh != target.mesh and source.partial:  # reduced to one rank of each process group
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
@@ -135,11 +133,9 @@ def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardS
 def plan(
     source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None
 ) -> tuple[ReshardStep, ...]:
-    """Steps from one layout to another that move the fewest bytes. Empty if the layouts are equal.
+    """Steps from one layout to another that move the fewest bytes.
 
-    `sizes` gives values of symbols. Ties prefer fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims.
-
-    Raises ProgramError if no sequence of steps exists.
+    Ties prefer fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if no sequence of steps exists.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
@@ -157,17 +153,17 @@ def is_in_zigzag(type: TensorType) -> bool:
 
 
 def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
-    """Dims whose split differs between the types, and is a zigzag in at least one of them."""
+    """Dims whose axes differ between the types, and are a zigzag in at least one type."""
     pairs = enumerate(zip(layout(source), layout(target), strict=True))
     return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into reshards without zigzag, as pairs of types. There are two pairs if a dim changes to or from zigzag, and
-    otherwise one.
+    """Splits a reshard into reshards without zigzag, as pairs of types. There are two pairs if a dim changes to or from zigzag, otherwise
+    one pair.
 
-    Between the two reshards, each rank holds the whole dim, and reorders its pieces. The types have plain axes in place of zigzag axes: to
-    a reshard, the two pieces of a rank are one shard.
+    Between the two reshards, each rank holds the whole dim, and reorders the pieces. In the pairs, plain axes replace these zigzag axes,
+    because a reshard treats the two pieces of a rank as one shard.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -206,7 +202,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # tie-breaker; without it the heap would compare types
+            found += 1  # tie-breaker, because types cannot be compared
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
@@ -217,8 +213,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Yields the reductions of a partial value to one rank of each process group. The result has the target's type if these ranks hold the
-    shards that the target needs. Otherwise it is on a mesh of these ranks, without the reduced axes."""
+    """Yields the reductions of a partial value to one rank of each process group. The result has the target's type if the ranks and their
+    shards match. Otherwise the result is on a mesh of these ranks, without the reduced axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -231,13 +227,12 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """Plans a reduction of a partial value on its mesh, and then a transfer. The reduction is an all_reduce, a reduce_scatter along a dim
-    of `_scattered`, or a reduce to one rank per process group."""
+    """Plans a reduction of a partial value on its mesh, and then a transfer if needed."""
     if target.partial:
         return None
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
-    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups that reduce the same data
+    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups that reduce equal shards
     plans: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
@@ -251,8 +246,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which the partial value can be reduce-scattered before a transfer. The new number of blocks must divide the dim's size or,
-    if the size is symbolic, the number of blocks in the target."""
+    """Dims along which the partial value can be reduce-scattered before a transfer. The new number of shards must divide an int size. For a
+    symbolic size, it must divide the number of shards in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return
@@ -274,7 +269,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
-    """Number of local elements along each dim. A symbol that is not in `sizes` counts as 4096."""
+    """Typical local size of each dim. A symbol that is not in `sizes` counts as 4096."""
 
     def typical(size: Size) -> Fraction:
         return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
@@ -288,17 +283,17 @@ def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[F
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """All steps on the same mesh that can be part of a plan for the target."""
+    """Yields the steps on the same mesh that can be part of a plan."""
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions have only an all_reduce, which gathers the terms
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions have only an all_reduce
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. A dim that is split unevenly cannot be split further, because the blocks would differ."""
+        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -330,8 +325,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Yields permutations of the ranks' shards that give the target's layout, or another order of the axes of one dim. Every dim keeps its
-    number of shards."""
+    """Yields permutations of the ranks' shards that lead to the target's layout, or reorder the axes of one dim."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
@@ -344,7 +338,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """For each rank of a process group, a rank that holds its new shard: the rank itself if it already holds the shard."""
+    """For each rank of a process group, a rank that holds its new shard, preferably itself."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

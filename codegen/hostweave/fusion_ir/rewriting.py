@@ -15,18 +15,15 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 class FreshNames:
-    """Names that are not used in a fusion."""
-
     def __init__(self, fusion: Fusion):
         self.taken = set(fusion.values())
 
     def new(self, wanted: str) -> str:
-        """Returns `wanted`, with a number appended if it is taken."""
         return claim_unique(wanted, self.taken)
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Keeps the ops that an output depends on. Removing unused communication is safe, because all ranks remove the same ops."""
+    """Keeps the ops on which an output depends. All ranks remove the same communication."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:
@@ -35,14 +32,14 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an elementwise op whose result is neither sharded, partial nor in a chunk loop, and is on the program's mesh."""
+    """True for an elementwise op of one formula whose result is neither sharded, partial, in a chunk loop nor on another mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
-    """Consumers of each value, one entry per use: the op, or None if the value is returned."""
+    """Uses of each value: the op, or None for a use as a result."""
     result: dict[str, list[Op | None]] = {name: [] for name in fusion.values()}
     for op in fusion.ops:
         for name in op.tensors:
@@ -53,15 +50,15 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
-    """Reorders the body. `ops` has the fusion's ops in the new order, or replacements with the same result names. A loop moves to the
-    position of its first op."""
+    """Reorders the body. `ops` has the fusion's ops, or replacements of them, in the new order. A loop moves to the position of its first
+    op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
     return replace(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
 
 
 def without_loops(fusion: Fusion) -> Fusion:
-    """Replaces chunk loops by stream annotations, from which `choose_overlap` can form the loops again."""
+    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again."""
 
     def streamed(op: Op, loop: ChunkLoop) -> Op:
         given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)
@@ -76,7 +73,7 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs, such as transposed weights, to the front of the program, so that they do not separate ops of a loop."""
+    """Moves views of inputs to the front of the program, so that these views do not separate ops of a loop."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
@@ -101,10 +98,8 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces the symbolic sizes that are keys of `sizes` by ints. Results keep the shardings of the types `outputs`.
-
-    Raises ProgramError if a quotient is not an int at these sizes.
-    """
+    """Replaces symbolic sizes by ints. Results get the shardings of the types `outputs`. Raises ProgramError if a quotient is not an
+    int."""
 
     def known(type: TensorType) -> TensorType:
         dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)
@@ -119,7 +114,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return replace(body, inputs=inputs, body=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
-        """Attributes with ints for known sizes. A negative index becomes nonnegative if the dim's size is an int."""
+        """Attributes with ints for known sizes. An index from the end becomes one from the start if the dim's size is an int."""
         made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
         if first := {"select": INDEX, "slice": START}.get(op.kind):
             size = types[op.tensors[0]].shape[op[AXIS]]
@@ -128,7 +123,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # the function of a repeat determines the shardings of groups
+    groups = made.returned or (None,) * len(made.outputs)  # a reshard cannot read a parameter group
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
@@ -136,10 +131,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
-    """The traced program on a mesh with the same axes and new sizes.
-
-    Raises ProgramError if a tensor has another mesh than the program.
-    """
+    """The traced program on another mesh with the same axes. Raises ProgramError if a tensor is on a mesh of some ranks."""
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")

@@ -33,20 +33,17 @@ def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How shardings propagate between the operands and the result of an op.
-
-    `result` is the layout of the result that follows from the operands' shardings. `reduced` maps each reduced label to its mesh axes; the
-    result is partial over these axes.
-    """
+    """Relation between the layouts of an op's operands and result. `result` follows from the operands' shardings. `reduced` maps each
+    reduced label to its mesh axes, over which the result is partial."""
 
     indices: IndexMap
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # layouts that a function or user kernel requires of its operands; None for other ops
+    taken: tuple[Layout, ...] | None = None  # layouts that a stated rule requires of the operands, as for a function
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if a dim of the result can be split like `wanted`, by splitting the dims of the operands with the same label."""
+        """True if a dim of the result can be split like `wanted`, if the operands' dims with its label are split alike."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
@@ -58,14 +55,14 @@ class ShardingRule:
         return tuple(axis for axes in self.reduced.values() for axis in axes)
 
     def operands(self, result: Layout) -> tuple[Layout, ...]:
-        """Layouts of the operands with which the op produces layout `result`. Partial axes must not split the result."""
+        """Layouts that the op needs of its operands to produce layout `result`. Partial axes must not split the result."""
         if self.taken is not None:
             return self.taken
         axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """Layout that the op produces before the reduction of its partial sum, if the final layout is `result`."""
+        """Layout of the result before the reduction of its partial sum, if the final layout is `result`."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
@@ -73,8 +70,8 @@ class ShardingRule:
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op. `mesh` is the program's mesh.
 
-    If one mesh axis splits several dims, labels that the result keeps take precedence over reduced labels. Then earlier operands take
-    precedence over later ones, or the reverse if the op has `last_is_first`.
+    If a mesh axis splits dims of different labels, labels of the result take precedence over reduced labels. Among labels of the result,
+    earlier operands take precedence over later operands, or the reverse if the op has `last_is_first`.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -99,7 +96,6 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     walked = [*((label, Dim(size)) for label, size in kept.items()), *chain.from_iterable(labelled)]
 
     def fits_all(label: str, dim: Dim) -> bool:
-        """True if all dims of a label can be split like `dim`."""
         return all(_splits_alike(indices, label, dim, other, mesh) for at, other in walked if at == label)
 
     pairs = [[(label, dim) for label, dim in dims if label and dim.axes and fits_all(label, dim)] for dims in labelled]
@@ -119,31 +115,27 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
-    """Longest prefix of `axes` such that the ranks along it can split the dims of a label."""
+    """Longest prefix of `axes` that can split the dims of a label."""
     prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
     return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if the ranks along `axes` can split the dims of a label.
-
-    Zigzag axes cannot split a dim that is indexed by data or whose blocks the op reorders: the shard of a rank must then be contiguous.
-    """
+    """True if `axes` can split the dims of a label. Dims in `unwalked` or `blocks` need contiguous shards, so zigzag axes cannot split
+    them."""
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other`, which has the same label, can be split like `dim`. If the op reorders blocks of the dim, a rank has one block, whose
-    length does not matter."""
+    """True if `other`, which has the same label, can be split like `dim`. For a label in `blocks`, sizes do not matter, because a rank has
+    one block."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Reduction over ranks that the result still needs: over the axes that split reduced dims, and over the axes of a partial operand.
-
-    Raises ProgramError if an operand is partial and the op is not linear in it, or if two reductions differ.
-    """
+    """Reduction over ranks that the result still needs: over axes of reduced dims, and over axes of partial operands. Raises ProgramError
+    if there is no single such reduction."""
     own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
     if not passed:
@@ -158,7 +150,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op commutes with the sum of these partial operands, without additional rounding."""
+    """True if the op can be applied to the terms of its partial operands before they are summed, without additional rounding."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype
@@ -173,15 +165,13 @@ def partial_axes(type: TensorType) -> Axes:
 
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
-    """True if the ranks along `axes` can split the dim evenly. A symbolic size counts as even."""
+    """True if `axes` split the dim evenly. A symbolic size counts as even."""
     return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other`, which has the same label, can be split like `dim`. Unless the sizes are equal, both must divide evenly.
-
-    In zigzag, a symbolic size of `other` must be a multiple of the size of `dim`.
-    """
+    """True if the axes of `dim` split `other` in proportion. Unless the sizes are equal, the axes must split each of the two dims evenly.
+    In zigzag, a symbolic size of `other` must be a multiple of the size of `dim`."""
     if dim.size == other.size:
         return True
     if isinstance(dim.axes, Zigzag) and not other.size.is_int:

@@ -25,10 +25,7 @@ Defined = TypeVar("Defined", UserKernel, Fusion)
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Parses and verifies the text of a fusion.
-
-    Raises ParseError with line and column if the text is malformed, and ProgramError with the line if the program is invalid.
-    """
+    """Parses and verifies the text of a fusion. Raises ParseError for a malformed text, and ProgramError for an invalid program."""
     reader, user_kernels, functions = Reader(text), dict[str, UserKernel](), dict[str, Fusion]()
 
     def define(into: dict[str, Defined], word: str, parse: Callable[[], Defined]) -> None:
@@ -100,10 +97,8 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """Parses one line with one op. `functions` and `user_kernels` are those that the op may name.
-
-    If `known` is given, it contains the names that may be operands.
-    """
+    """Parses one op. `known` contains the names that may be operands, or is None for any names. `functions` and `user_kernels` are those
+    that the op may name."""
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")

@@ -6,7 +6,7 @@
       "}"
     }
 
-The optional `cpu { ... }` contains a function for the CPU target. A kernel works on the local tensors of one rank.
+`} cpu {` and a function for the CPU target may follow. A kernel works on the local tensors of one rank.
 """
 
 import json
@@ -40,7 +40,8 @@ class KernelArgument:
 
 @dataclass(frozen=True)
 class UserKernel:
-    """A kernel that the user wrote. The number of thread blocks is the product of the dims in `grid`, divided by `per` and rounded up."""
+    """A kernel that the user wrote. The number of thread blocks is the product of the local sizes of `grid`, divided by `per` and rounded
+    up."""
 
     name: str
     function: str  # name of the C++ function
@@ -63,7 +64,7 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """C++ signature without comments: `__global__ void scale(const float* x, float* y)`. None if it is not found in the source."""
+        """C++ signature: `__global__ void scale(const float* x, float* y)`. None if the source has no such function."""
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
         text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
         found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)
@@ -74,10 +75,7 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Checks that the source suits the CPU target, which runs a kernel on one thread.
-
-    Raises ProgramError if the source uses threads or other GPU features, and has no separate function for the CPU target.
-    """
+    """Raises ProgramError if the source uses GPU features, and there is no separate function for the CPU target, which runs one thread."""
     if kernel.cpu:
         return
     for number, line in enumerate(kernel.lines):
@@ -95,7 +93,7 @@ def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """Number of items that the thread blocks of a launch divide among themselves: the product of the local grid dims."""
+    """Number of elements of a launch: the product of the local sizes of `grid`."""
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
@@ -103,7 +101,7 @@ def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def print_user_kernel(kernel: UserKernel) -> list[str]:
-    """Text of a kernel as lines. Each line of C++ is one string literal."""
+    """Lines of a kernel's text. Each line of C++ is one string literal."""
     per = f" by {kernel.per}" if kernel.per != 1 else ""
     head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"
     lines = [f"{head} grid({', '.join(map(str, kernel.grid))}{per}) block({kernel.block}) {{", *_quoted(kernel.lines), "}"]
@@ -117,7 +115,6 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 
 def parse_user_kernel(reader: Reader) -> UserKernel:
-    """Parses the rest of a kernel, after the word `user_kernel`."""
     name = reader.global_name("a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")

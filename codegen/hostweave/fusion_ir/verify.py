@@ -1,4 +1,4 @@
-"""Verifier of fusions: infers every type, and compares it with the type in the fusion. Runs before the first pass and after each pass."""
+"""Verifier of fusions, which runs before the first pass and after each pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Levels of strictness. "input" is a traced fusion. Each other level is the name of the pass after which its rules hold.
+# Levels of strictness: the rules of a traced fusion, and rules that hold after the pass with that name.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
 # Examples of required attributes, for error messages.
@@ -32,10 +32,7 @@ class NamedValue(Protocol):
 
 
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
-    """Verifies the functions of a fusion and the fusion, at one of LEVELS.
-
-    Raises ProgramError with the op's location if a rule is violated.
-    """
+    """Verifies a fusion and its functions, at one of LEVELS. Raises ProgramError for the first violation."""
     level = LEVELS.index(after)
     for function in fusion.functions:
         _verify_body(function, f"function @{function.name}", level)
@@ -69,8 +66,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks that only repeats and selects read parameter groups, that only repeats return them, and that their first dims are unsharded
-    names. Groups whose first dims have the same name must have the same number of tensors."""
+    """Checks the uses and the first dims of parameter groups."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.types[name].dims[:1]
@@ -105,10 +101,7 @@ def _verify_function(function: Fusion, fusion: Fusion) -> None:
 
 
 def verify_ops(inputs: Sequence[NamedValue], ops: Sequence[Op]) -> None:
-    """Verifies the ops of a kernel on local tensors.
-
-    Raises ProgramError if an op is not valid.
-    """
+    """Verifies the ops of a kernel on local tensors."""
     types: dict[str, TensorType] = {}
     for value in inputs:
         _define(value, types, None)
@@ -163,13 +156,12 @@ def _verify_further_results(body: Fusion) -> None:
             raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
-            if wanted != replace(op.result.type, mesh=None):  # type of the kernel's output; its mesh is the mesh of the kernel's operands
+            if wanted != replace(op.result.type, mesh=None):  # the kernel's outputs are on the mesh of its operands
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value. Before `choose_overlap`, a stream requests a loop. Inside a loop, it may state only the dim and the
-    algorithm."""
+    """Checks the stream of a value."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)
@@ -194,7 +186,7 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
 
 
 def _verify_loops(fusion: Fusion) -> None:
-    """Checks the attributes of chunk loops: number of iterations, chunking, rotation, and the gather whose shards a loop uses."""
+    """Checks the attributes of chunk loops."""
     for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
         if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
             raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)
@@ -243,7 +235,7 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """Checks that a renumber converts between zigzag and rank order, with the `sources` that this number of ranks requires."""
+    """Checks that a renumber converts between zigzag and rank order."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)

@@ -1,4 +1,4 @@
-"""CPU target: executes CUDA, NCCL and cuBLASLt calls on a CPU. Ranks are threads of one process or processes of one host."""
+"""CPU target: a library on the CPU executes the CUDA, NCCL and cuBLASLt calls. Ranks are threads or processes of one host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class _Cpu(Target):
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """The library that is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
     def cmake_options(self) -> list[str]:
@@ -46,7 +45,7 @@ class _Cpu(Target):
 
     @cache  # noqa: B019 -- there is only one object
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little memory for OpenBLAS, which would end the process if it could not allocate."""
+        """Raises MemoryError if there is too little memory for OpenBLAS, which ends the process if an allocation fails."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)
@@ -64,7 +63,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """The machine whose GPUs the target emulates, so that both targets compile equal programs."""
+        """The H200 as on a CUDA machine, so that both targets compile equal programs."""
         return H200
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:

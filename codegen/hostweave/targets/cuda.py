@@ -40,7 +40,7 @@ class _Cuda(Target):
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(cuda_parts.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """Libraries that are compiled on first use: one for all programs, and one for each optional part in `requested`."""
+        """Libraries that are compiled at the first use: one for all programs, and those of `requested`."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
@@ -111,13 +111,12 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 
 def why_no_puts(ranks: int) -> str:
-    """Reason why a program that is built here cannot use puts to the memory of other ranks, or "" if it can."""
+    """Reason why no transport with puts can be used here, or ""."""
     return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "". Checks the NCCL with which programs are built, and the NCCL that this process has
-    loaded, if any."""
+    """Reason why NCCL is too old for a transport, or "". Both the NCCL headers and the NCCL of this process, if loaded, count."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -150,7 +149,7 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _figures() -> str:
-    """Text about the source of the cost model's constants for the GPUs of this machine."""
+    """Text that names the source of the cost model's figures on this machine."""
     gpus = cuda.gpus()
     try:
         measured = figures.measured(gpus)
@@ -165,7 +164,7 @@ def _figures() -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """Returns a cached library of the runtime. The library is compiled with these macros and linked to the libraries in `needed`."""
+    """Library of these sources, cached. `macros` are defined for them, and `needed` are linked."""
     file = f"libhostweave_{name}.so"
     stamps = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *stamps, toolchain.stamp)
@@ -181,10 +180,7 @@ def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Librar
 
 
 def handle_of(stream: Any) -> int:
-    """Returns the cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or an object with `__cuda_stream__`.
-
-    Raises TypeError for any other object.
-    """
+    """Returns the cudaStream_t of a stream. Raises TypeError for an object of another kind."""
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     if hasattr(stream, "cuda_stream"):  # PyTorch

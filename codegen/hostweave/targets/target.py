@@ -1,4 +1,4 @@
-"""Interface of targets. Each target is a file of this folder with an object `TARGET`. Callers use this object and never compare names."""
+"""Interface of targets. Each target is a file of this folder with an object `TARGET`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -35,13 +35,10 @@ class Target(Protocol):
         return
 
     def toolchain(self) -> Toolchain:
-        """Returns the toolchain of this target. Raises BuildError with the packages to install if a part is missing."""
+        """Returns the toolchain that builds programs. Raises BuildError if a part is missing."""
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """Returns the libraries that a program links to. `requested` lists optional parts of the runtime.
-
-        Raises BuildError with the packages to install if something is missing.
-        """
+        """Returns the libraries that a program links to. `requested` are optional parts of the runtime."""
 
     def cmake_options(self) -> list[str]:
         """Options with paths of this machine that CMake needs to configure an exported project. By default none."""
@@ -56,10 +53,10 @@ class Target(Protocol):
         return
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """Yields the parts of the target that were found here, as (title, text). The text of a missing part names its package."""
+        """Yields the rows of `hostweave doctor` about this target, as (title, text)."""
 
     def machine(self, ranks: int) -> Machine:
-        """Machine for the cost model: measured constants and peer access, for programs of `ranks` ranks."""
+        """Figures of this machine for the cost model, for programs of `ranks` ranks."""
 
     def why_not(self, transport: Transport) -> str:
         """Reason why the communication library here cannot provide a transport, or "" if it can. By default it can."""
@@ -69,37 +66,33 @@ class Target(Protocol):
         """Chooses the device number of a rank. `requested` is the user's choice, or None."""
 
     def device_of_arrays(self, member: Any) -> int:
-        """Device number of a rank's arrays: the number of a GPU, or CPU_DEVICE."""
+        """Number of the GPU of a rank's arrays, or CPU_DEVICE. `member` is the native object of the rank's device."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason if arrays on that device cannot be used. By default all arrays can be used."""
+        """Raises TypeError with a reason if arrays on that device cannot be used. By default all can."""
         return
 
     def device_name(self) -> str:
         """Name of the devices of this machine. Measurements are stored under this name."""
 
     def stream(self, given: Any) -> int | None:
-        """Returns the native stream for the argument `stream=` of a call, or None for the current stream of the caller's library.
-
-        Raises TypeError with a reason if the argument is not a stream.
-        """
+        """Handle of the argument `stream=` of a call. None means the current stream of the arrays' library. Raises TypeError if `given` is
+        no stream."""
 
 
 @cache
 def find_target(name: str) -> Target:
-    """Returns the target with that name, one of NAMES."""
     with importing:
         target: Target = import_module(f"hostweave.targets.{name}").TARGET
     return target
 
 
 def runtime_sources(target: str) -> list[Path]:
-    """C++ and kernel sources of the runtime for a target. Excludes files whose names end in the name of another target."""
+    """Sources of the runtime for a target. Files whose names end in another target's name are excluded."""
     return sources_of(RUNTIME_SOURCES, target)
 
 
 def sources_of(folders: Sequence[Path], target: str) -> list[Path]:
-    """C++ and kernel sources in these folders for a target."""
     others = tuple(f"_{name}" for name in NAMES if name != target)
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cpp", ".cu")]
     return [path for path in files if not path.stem.endswith(others)]

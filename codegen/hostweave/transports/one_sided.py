@@ -1,5 +1,4 @@
-"""One-sided transport: a rank writes to and reads from registered windows of other ranks, and signals these ranks. Copy engines move the
-bytes."""
+"""One-sided transport of NCCL: a rank writes to, reads from and signals registered windows of other ranks."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

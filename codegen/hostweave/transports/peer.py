@@ -1,4 +1,4 @@
-"""Peer transport: ranks of one host copy to and from mapped memory of each other. A signal is a word that streams write or wait for."""
+"""Peer transport: GPUs of one host copy to and from each other's mapped memory. A signal is a word that streams write or wait for."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

@@ -1,4 +1,4 @@
-"""Interface of transports, which move the bytes of a channel. Each other file of this folder defines one transport, `TRANSPORT`."""
+"""The class Transport: how a channel transfers data. Each other file of this folder defines one `TRANSPORT`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
 
-# all transports; transport="auto" uses the first transport that supports the instructions on the channel
+# all transports, the preferred one first
 PREFERRED = ("two_sided", "peer", "one_sided")
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
@@ -27,16 +27,16 @@ class Transport:
     carries: frozenset[str]  # supported instructions, as values of their trait `posts`
     template: str  # file in templates/instructions with one macro per instruction
     library: str  # name of the communication library, for messages
-    # dtype that the transport cannot reduce -> the dtype that is reduced instead
+    # dtype that the transport cannot reduce -> dtype to which it is cast for the reduction
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # maximum number of calls in one group
-    # the transport's kernels occupy multiprocessors until the peers arrive, so channels with this property are serialised, in issue order
+    # its kernels occupy multiprocessors until the peers arrive; to avoid deadlocks, such channels run one communication after another
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all participants have started it
-    registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
+    registers_arena: bool = False  # the arena is registered with the channel, so that ranks can access each other's memory
     graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application
-    since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
+    since: tuple[int, ...] = ()  # first sufficient version of the library; empty if every version is
     # supported reductions; for any other reduction, a rank gathers the terms, and a kernel reduces them
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
@@ -46,12 +46,11 @@ class Transport:
 
     @property
     def is_optional(self) -> bool:
-        """True if ranks may be unable to use the transport at run time. A variant of the program on another transport then runs instead."""
+        """True if some machines cannot use the transport. There, a variant of the program on another transport runs."""
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop on this transport may move shards with these properties. Registered memory must have the same layout on all
-        ranks."""
+        """True if a chunk loop on this transport can move such shards. Registered memory must have the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
@@ -62,7 +61,6 @@ def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transpo
 
 @cache
 def find_transport(name: str) -> Transport:
-    """Returns the transport with that name, one of NAMES."""
     with importing:
         transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
     return transport

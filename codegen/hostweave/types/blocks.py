@@ -1,4 +1,4 @@
-"""Cuts local tensors into blocks, and routes blocks between meshes. The last blocks of a dim may be short or empty."""
+"""Blocks of local tensors, and routes of blocks between meshes. The last blocks of a dim may be short or empty."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A local dim of size `size`, cut at the indices where `blocks` ranks would cut the global dim. Text: `4 of M`."""
+    """A local dim of size `size`, cut at the boundaries of `blocks` shards of the global dim. Text: `4 of M`."""
 
     blocks: int
     size: Size
 
     @property
     def local(self) -> LocalSize | None:
-        """`size` if it is a `local(M, x)`, which depends on the rank. None otherwise."""
+        """`size` as a LocalSize if it depends on the rank, as `local(M, x)` does. None otherwise."""
         return self.size.factor if isinstance(self.size.factor, LocalSize) else None
 
     @property
@@ -52,7 +52,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """True if only the first dim longer than 1 is cut. The blocks are then consecutive in the tensor's memory."""
+    """True if no dim is cut except the first dim longer than 1. The blocks are then consecutive in memory."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -75,12 +75,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Routes of the blocks of a tensor from one mesh to another. Every receiver gets each of its blocks exactly once.
+    """Routes of the blocks of a tensor from one mesh to another. A receiver gets each block of its local tensor exactly once.
 
-    Senders cut each dim of their local tensor into `sent` blocks, and receivers into `received` blocks, both in row-major order. If a
-    receiver already holds a block, the block's route begins and ends at that rank. Otherwise, if several ranks hold the block, they serve
-    receivers round robin. If shards of a dim may be uneven, blocks end wherever a shard of the source or of the target ends, and may be
-    empty.
+    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks. Blocks are numbered in row-major
+    order. If a receiver already holds a block, the route begins and ends at this rank. Otherwise, all ranks that hold the block serve
+    receivers round robin. If shards may be uneven, a block ends where a shard of the source or of the target ends, and may be empty.
     """
 
     sent: tuple[int, ...]
@@ -97,7 +96,6 @@ class Transfer:
 
     @property
     def receivers(self) -> dict[int, tuple[int, ...]]:
-        """Maps each sender to its receivers."""
         found: dict[int, tuple[int, ...]] = {}
         for route in self.moved:
             found[route.sender] = (*found.get(route.sender, ()), route.receiver)
@@ -105,7 +103,7 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """True if some rank sends its whole local tensor to several other ranks. A broadcast then sends the tensor only once."""
+        """True if some rank sends its whole local tensor to several other ranks."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
@@ -116,11 +114,12 @@ class Transfer:
         return far.pop() if len(far) == 1 and one_each else None
 
     def share(self, shards: int) -> Fraction:
-        """Number of bytes that travel between ranks, as a fraction of the tensor's bytes. The tensor has `shards` shards."""
+        """Bytes that travel between ranks, as a fraction of the bytes of the tensor, which has `shards` shards."""
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if each rank of the target's mesh gets each of its blocks exactly once, from a rank that holds it."""
+        """True if the transfer takes the tensor from `source` to `target`: each receiver gets each block once, from a rank that holds the
+        block."""
         old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -137,24 +136,24 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """A dim that is split over `source_shards` ranks before a transfer, and over `target_shards` ranks after it."""
+    """A dim that has `source_shards` shards before a transfer, and `target_shards` shards after it."""
 
     size: Size
     source_shards: int
     target_shards: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
-        """True if blocks may differ in size. `uneven` contains the symbols whose sizes may not divide evenly."""
+        """True if blocks may differ in size. `uneven` contains the symbols whose sizes may not be divisible by the number of ranks."""
         return self.is_crossed or (self.source_shards != self.target_shards and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
-        """True if both meshes split the dim, into different numbers of shards, and possibly unevenly. Any two shards may then overlap."""
+        """True if a source shard and a target shard may overlap anywhere: the shard counts differ, and do not surely divide the size."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
-        """Least common multiple of the two shard counts. If the dim is cut into this many equal blocks, each shard has whole blocks."""
+        """Smallest number of equal blocks such that each shard consists of whole blocks."""
         return lcm(self.source_shards, self.target_shards)
 
     @property
@@ -210,5 +209,4 @@ def _block_sources(source: TensorType, target: TensorType, program: Mesh) -> dic
 
 
 def _shard_position(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Position of a rank's shard along each dim."""
     return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)

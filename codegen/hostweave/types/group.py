@@ -1,4 +1,4 @@
-"""Parameter groups: tensors such as `w_0` to `w_31`, which a caller passes separately and a repeat iterates over."""
+"""Parameter groups: tensors such as `w_0` to `w_31` that a caller passes separately, one for each call of a repeat."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Names of the tensors of a parameter group: from `first` to `last`, which differ in one number.
+    """A parameter group. The names `first` and `last` differ in one number.
 
-    In the IRs, a group is one tensor, with the number of tensors as an additional first dim, the `depth`. The tensors have unrelated
-    addresses, so a view covers only one tensor. Adjacent groups with the same `struct` are passed as an array of structs: `w_0, v_0, w_1,
+    In the IRs, a group is one tensor with an additional first dim: the number of tensors. The tensors have unrelated addresses, so a view
+    covers only one tensor. The tensors of adjacent groups with the same `struct` alternate in the order of parameters: `w_0, v_0, w_1,
     v_1`.
     """
 
@@ -44,7 +44,7 @@ class ParameterGroup:
 
 
 def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """Text before the number, both numbers, and text after it, if two names differ in one number. None otherwise."""
+    """Text before the number, the two numbers, and text after the number. None if the names do not differ in one increasing number."""
     for match in re.finditer(r"\d+", first):
         before, after = first[: match.start()], first[match.end() :]
         middle = last[len(before) : len(last) - len(after)]
@@ -65,7 +65,7 @@ T = TypeVar("T", bound=InGroup)
 
 
 def one_by_one(parameters: Iterable[T]) -> Iterator[tuple[T, int | None, str]]:
-    """Every tensor that a caller passes, in order: its parameter, its index in the parameter group (or None), and its name."""
+    """Every tensor that a caller passes, in order, as (parameter, index in the parameter group or None, name)."""
     for struct, members in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
         if struct is None:
             yield from ((p, None, p.name) for p in members)

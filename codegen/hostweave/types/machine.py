@@ -1,4 +1,4 @@
-"""Figures of a machine for the cost model: speed of its GPUs and of the links between them."""
+"""Figures of a machine for the cost model: speed of the GPUs and of the links between them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ HOST = 8  # GPUs per host, unless a `Network` gives another number
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of a transfer, by the bytes that one rank receives: in total in a collective, from one rank in a put or get."""
+    """Measured times of one kind of transfer. A time depends on the bytes that a rank receives: in total for a collective, from one rank
+    for a put or get."""
 
     by: str  # one of LINKS
     ranks: int
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes: linear between the points, extrapolated from the last segment, constant below the first point."""
+        """Seconds for `size` bytes: linear between the points and above them, constant below the first point."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -36,7 +37,7 @@ class Link:
 @checked_arguments
 @dataclass(frozen=True)
 class Network:
-    """Network between hosts. Each GPU can send and receive with the full `bandwidth` at the same time. Hosts have consecutive ranks.
+    """Network between hosts. All GPUs can use the full `bandwidth` at the same time, in each direction. A host has consecutive ranks.
 
     `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
@@ -67,7 +68,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
+    """Figures of one kind of GPU and its links. `hostweave calibrate` measures them, and writes JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
     operations at `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
@@ -80,18 +81,17 @@ class Machine:
     flops: float  # floating-point operations per second of 16-bit matmuls
     wave: float  # seconds of overhead per wave
     memory: float  # bytes per second, read and written
-    launch: float  # seconds that launching an empty kernel takes
+    launch: float  # seconds to launch an empty kernel
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
-    unaligned: float = 6.0  # how many times longer a 16-bit matmul takes if the bytes of a row are no multiple of 16
+    unaligned: float = 6.0  # slowdown of 16-bit matmuls whose rows are no multiple of 16 bytes
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of the GPU that is used, if these are the figures of another GPU
+    stands_for: str = ""  # name of the actual GPU, if these are the figures of another one
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
-        """Number of hosts that these ranks of the program run on."""
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
@@ -114,9 +114,9 @@ class Machine:
     @staticmethod
     @checked
     def from_json(text: str, where: str) -> Machine:
-        """Parses the text of `to_json`. `where` names the file in errors.
+        """Parses the text of `to_json`.
 
-        Raises ProgramError if the text is not valid.
+        Raises ProgramError if the text is not valid. The message names the file `where`.
         """
         try:
             facts: dict[str, Any] = json.loads(text)
@@ -136,7 +136,7 @@ class Machine:
 
 KB, MB = 2**10, 2**20
 
-# H200 in one host with NVLink, the default if no figures were measured.
+# H200 in one host with NVLink.
 H200 = Machine(
     name="NVIDIA H200",
     multiprocessors=132,
@@ -153,7 +153,7 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
-# H100 SXM: measured on a card with 80 GB and a power limit of 700 W. The card has the NVLink of an H200: 18 links of the fourth generation.
+# H100 SXM with 80 GB, measured at a power limit of 700 W. Its NVLink equals that of an H200: 18 links of the fourth generation.
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
 
 SHIPPED = {machine.name: machine for machine in (H200, H100)}

@@ -20,7 +20,7 @@ class Mesh:
     """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are in row-major order: the last axis varies
     fastest.
 
-    `hw.Mesh()` is a single device. The method `ranks` returns a mesh of some of the ranks.
+    `hw.Mesh()` is a single device.
 
     Raises ProgramError if an axis has no name, a repeated name or a size below 1, or if there are more than 65536 ranks.
 
@@ -52,10 +52,10 @@ class Mesh:
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """Mesh of the given ranks of this mesh, in the given order.
 
-        `axes` gives the names and sizes of the new mesh's axes. Without `axes`, the new mesh keeps the axes of this mesh along which the
-        ranks differ. If this mesh has several axes, the ranks must then form a block in row-major order.
+        `axes` gives names and sizes of the new axes. Without `axes`, the new mesh keeps the axes along which the given ranks differ. The
+        ranks must then form a block of this mesh, in row-major order. If this mesh has one axis, any ranks are allowed.
 
-        Raises ProgramError if a rank is repeated or not in this mesh, or if the ranks do not form a block or do not match `axes`.
+        Raises ProgramError if the ranks are not distinct ranks of this mesh, or do not fit the axes.
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
@@ -82,10 +82,7 @@ class Mesh:
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
     def with_sizes(self, sizes: int | Mapping[str, int]) -> Mesh:
-        """The mesh with new sizes of the given axes. An int is the size of the only axis.
-
-        Raises ProgramError if the mesh does not have such an axis.
-        """
+        """The mesh with new sizes of the given axes. An int is the size of the only axis."""
         names = [name for name, _ in self.axes]
         if not isinstance(sizes, Mapping):
             if len(names) != 1:
@@ -98,7 +95,6 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
         return prod(size for _, size in self.axes)
 
     @cached_property
@@ -121,7 +117,6 @@ class Mesh:
         return "_".join(["ranks", *map(str, ranks)]) if len(ranks) <= 4 else f"ranks_{ranks[0]}_and_others"
 
     def axis_size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
         return dict(self.axes)[axis]
 
     def size_of(self, axes: tuple[str, ...]) -> int:
@@ -134,7 +129,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Distance, in the order of `all_ranks`, between neighbors along each axis."""
+        """Axis -> distance in `all_ranks` between neighbors along the axis."""
         return {name: prod(size for _, size in self.axes[i + 1 :]) for i, (name, _) in enumerate(self.axes)}
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
@@ -191,16 +186,14 @@ class RankSizes(dict[str, int]):
 
 
 def local_range(size: int, ranks: int, rank_in_group: int) -> range:
-    """Indices of a dim that one rank holds. Each rank holds ceil(size / ranks) indices; the last ranks may hold fewer or none."""
+    """Indices of a dim that one rank holds: ceil(size / ranks) indices. The last ranks may hold fewer or none."""
     block = -(-size // ranks)
     return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
 def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
-    """Range of elements of one rank's block, in a buffer that holds the blocks of all ranks one after another.
-
-    A rank's block is its shard of dim `dim`. If `dim` is None, all elements are split like one dim.
-    """
+    """Range of one rank's elements, in a buffer with the blocks of all ranks one after another. A block is a shard of dim `dim`. If `dim`
+    is None, all elements are split like one dim."""
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0
     own = local_range(size, ranks, rank_in_group)

@@ -1,4 +1,4 @@
-"""Maps dtypes to those of NumPy, PyTorch and CuPy by name, and casts with the rounding of generated code."""
+"""NumPy dtypes that match Hostweave dtypes, and casts with the rounding of generated code."""
 
 from functools import cache
 from typing import Any
@@ -13,12 +13,12 @@ _DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of_name(name: str) -> DType | str:
-    """The dtype with this name in NumPy and PyTorch. Returns the name itself if no dtype has this name."""
+    """The dtype that NumPy and PyTorch call `name`, or `name` itself if there is none."""
     return _DTYPE_OF.get(name, name)
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The matching NumPy dtype. bf16 and f8 are those of ml_dtypes."""
+    """The matching NumPy dtype, which ml_dtypes defines for bf16 and f8."""
     return np.dtype(dtype.long_name)
 
 
@@ -29,8 +29,8 @@ def computing_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Casts as generated code does: to floats of at most 16 bits through f32, and from floats to ints through i64 or u64. f8e4m3 saturates
-    at its largest number."""
+    """Casts as generated code does. Floats of at most 16 bits are rounded from f32. Floats become ints through i64 or u64. f8e4m3
+    saturates."""
     if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
         return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))
     if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
@@ -41,7 +41,7 @@ def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 
 def _to_ints(floats: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Truncates to i64, or to u64 if the value fits only there, and returns the 64 bits. Other values give the bits of -2**63."""
+    """Bits of the floats, truncated to i64, or to u64 if they fit only there. All other floats give the bits of -2**63."""
     is_signed, is_large = (floats >= -(2.0**63)) & (floats < 2.0**63), (floats >= 2.0**63) & (floats < 2.0**64)
     signed = np.where(is_signed, floats, -(2.0**63)).astype(np.int64).astype(np.uint64)
     return np.where(is_large, np.where(is_large, floats, 0).astype(np.uint64), signed)

@@ -44,10 +44,8 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`.
-
-        Raises ValueError if the text is not a size, and TypeError for values of other types.
-        """
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError for another text, and TypeError for
+        another object."""
         if isinstance(value, Size):
             return value
         return _parsed(value) if isinstance(value, str) else Size(index(value))
@@ -68,23 +66,22 @@ class Size:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All factors, with each sum replaced by the atoms of its terms."""
+        """All factors that are not sums, also inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Names of all symbols in the size."""
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shards of `ranks` ranks may differ in size. The size is then an int that `ranks` does not divide, or a single factor
-        with a symbol of `uneven`."""
+        """True if the shards of `ranks` ranks may differ in size: for an int that `ranks` does not divide, and for a single factor with a
+        symbol of `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
 
     def ceil_div(self, ranks: int) -> Size:
-        """Size of a full shard if `ranks` ranks split the size. Shards of the last ranks may be smaller."""
+        """Size of a full shard, ceil(size / ranks)."""
         return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
     def __add__(self, other: int | Size) -> Size:
@@ -110,7 +107,7 @@ class Size:
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
-        """Quotient by another size. None if the quotient has a factor of `other` in its denominator."""
+        """Quotient by another size. None if a factor of `other` is not a factor of this size."""
         factors = list(self.factors)
         for factor in other.factors:
             if factor not in factors:
@@ -119,17 +116,15 @@ class Size:
         return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
     def bind(self, sizes: Sizes) -> int:
-        """Value of the size, given the value of every symbol. Factors such as `local(M, x)` need `RankSizes`.
-
-        Raises ValueError if the divisor does not divide the product.
-        """
+        """Value of the size, given the value of every symbol. Factors such as `local(M, x)` need `RankSizes`. Raises ValueError if the
+        value is not an int."""
         total = self.coefficient * prod(bound(factor, sizes) for factor in self.factors)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
 
     def at(self, sizes: Mapping[str, int]) -> Size:
-        """Replaces symbols by numbers, inside sums too."""
+        """Replaces symbols by numbers, also in sums, but not in factors such as `local(M, x)`."""
 
         def of_factor(factor: Factor) -> Size:
             if isinstance(factor, Sum):
@@ -151,7 +146,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CeilDiv:
-    """Size of a full shard, ceil(size / ranks). Shards of the last ranks may be smaller."""
+    """Size of a full shard, ceil(size / ranks)."""
 
     size: Size
     ranks: int
@@ -190,7 +185,7 @@ class LocalSize:
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        # the value does not matter for a rank outside the mesh
+        # a rank outside the mesh gets an unused value
         rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0
         return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 
@@ -240,10 +235,7 @@ def bound(factor: Factor, sizes: Sizes) -> int:
 
 @cache
 def _parsed(text: str) -> Size:
-    """Parses a text that consists of one size.
-
-    Raises ValueError for other texts.
-    """
+    """Parses a text that consists of one size, or raises ValueError."""
     try:
         reader = SizeReader(text)
         size = reader.size()
@@ -271,7 +263,7 @@ def _terms(size: Size) -> tuple[Size, ...]:
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """Canonical sum: a plain product if only one term is not zero, otherwise a `Sum` factor. Equal sums compare equal."""
+    """Canonical sum, so that equal sums compare equal. A sum of several terms is a `Sum` factor."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)

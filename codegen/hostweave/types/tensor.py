@@ -1,4 +1,4 @@
-"""Tensor types: dtype, dims, sharding and partial sums. Also splits global arrays into local arrays."""
+"""Tensor types: dtype, dims, sharding and partial sums. Blocks of global arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class DType:
     """An element type, such as `hw.bf16` (also `hw.bfloat16`). `hw.bf16["M@x", "K"]` is the type of a tensor.
 
-    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `itemsize` is in bytes. `cpp` is the
-    C++ type: a built-in type, or a type of namespace hw.
+    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `cpp` is the C++ type.
     """
 
     name: str
@@ -86,10 +85,10 @@ DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim of a global tensor: its global size and the mesh axes that split it, outermost axis first."""
+    """A dim of a global tensor: the global size, and the mesh axes that split the dim, outermost axis first."""
 
     size: Size
-    axes: tuple[str, ...] = ()  # a Zigzag if each rank holds two pieces
+    axes: tuple[str, ...] = ()  # a Zigzag for a dim in zigzag
 
     def __str__(self) -> str:
         axes = str(self.axes) if isinstance(self.axes, Zigzag) else ",".join(self.axes)
@@ -97,10 +96,7 @@ class Dim:
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`.
-
-        Raises ValueError if the text is not a dim.
-        """
+        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError for another text."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
@@ -133,10 +129,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Marks a tensor of which each rank holds a term. Reducing the terms by `op` over the mesh axes gives the tensor.
-
-    `op` is sum, prod, min, max, avg, and, or, or xor.
-    """
+    """Mark of a tensor of which each rank holds a term. The tensor is the reduction of the terms by `op` over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]
@@ -147,7 +140,8 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is on only some of the program's ranks."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is on another mesh than the program, such as one of some
+    ranks."""
 
     dtype: DType
     dims: tuple[Dim, ...]
@@ -159,7 +153,8 @@ class TensorType:
 
     @checked
     def on(self, mesh: Mesh) -> TensorType:
-        """The same type on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
+        """The same type on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`. Raises ProgramError if the type does not fit
+        the mesh."""
         if not isinstance(mesh, Mesh):
             raise ProgramError.here(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])")
         on_mesh = replace(self, mesh=mesh)
@@ -175,8 +170,7 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if the two types have the same dtype and mesh, and the same dims in any order. Local tensors then have equal sizes in
-        bytes."""
+        """True if the types have the same dtype, mesh, and dims in any order. Local tensors then have equal sizes in bytes."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
     @cached_property
@@ -187,7 +181,7 @@ class TensorType:
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
         """Local shape of one rank. `mesh` is the program's mesh.
 
-        If 8 ranks split M, the local size is `M/8`. If M may not divide evenly (a symbol of `uneven`, or an int), it is `local(M, x)`.
+        If 8 ranks split M, the local size is `M/8`, or `local(M, x)` if `M.is_uneven(8, uneven)`.
         """
 
         def local(dim: Dim) -> Size:
@@ -199,14 +193,10 @@ class TensorType:
         return tuple(map(local, self.dims))
 
     def local(self, mesh: Mesh, uneven: Container[str] = ()) -> BufferType:
-        """Type of a rank's local buffer."""
         return BufferType(self.dtype, self.local_shape(mesh, uneven))
 
     def dim(self, axis: int | str) -> int:
-        """Index of a dim. `axis` is the index (negative counts from the end) or the dim's name.
-
-        Raises ValueError if no dim matches, or several do.
-        """
+        """Index of a dim. `axis` is an index (negative from the end) or a name. Raises ValueError unless exactly one dim matches."""
         if isinstance(axis, str):
             found = [i for i, dim in enumerate(self.dims) if str(dim.size) == axis]
             if len(found) == 1:
@@ -222,11 +212,7 @@ class TensorType:
         return axis % rank
 
     def check(self, location: Location | None, mesh: Mesh | None = None) -> None:
-        """Checks the type.
-
-        Raises ProgramError if a mesh axis or rank is not in the mesh, or if an axis splits two dims. Also raises it for too many elements
-        or dims, and for a zigzag dim that cannot be cut into equal pieces.
-        """
+        """Raises ProgramError if the type is invalid, or does not fit the mesh."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self} has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
@@ -251,16 +237,16 @@ class TensorType:
 
     @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """Local array of `rank`, cut from a global array. The result is a view of the rank's block, or a copy of its two pieces.
+        """Local array of `rank`, cut from a global array. The result is a view, or a copy if a dim is in zigzag.
 
-        Raises ArgumentError if the shape does not fit, or if the rank is not in the tensor's mesh.
+        Raises ProgramError if the type does not fit the mesh, and ArgumentError if the shape or the rank does not fit the type.
         """
         own: NDArray[Any] = array[checked_block(self, _shape_of(array, "shard"), rank, mesh, "shard")]
         return own
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Index of a rank's block in a global array of this shape. With this index, a rank can read only its part of a file.
+        """Index of a rank's block in a global array of this shape, for example to read only this block from a file.
 
         Returns one slice per dim, or an array of indices for a dim in zigzag. Raises the errors of `shard`.
 
@@ -270,10 +256,10 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If several ranks have the same block, the
-        array of the last rank is used.
+        """Joins the local arrays of all ranks to the global array. `arrays` has one array per rank of the tensor's mesh, in rank order. If
+        several ranks have the same block, the array of the last rank is used.
 
-        Raises ArgumentError if the number of arrays or a shape does not fit.
+        Raises ProgramError if the type does not fit the mesh, and ArgumentError if the arrays do not fit the type.
         """
         import numpy as np
 
@@ -319,10 +305,7 @@ Shape = tuple[int, ...]
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
-    """Calls `block_of` after checks of the user's arguments.
-
-    Raises ArgumentError if the shape does not fit the type, or if the rank is not in the tensor's mesh.
-    """
+    """Calls `block_of` after checks of the user's arguments. `word` names the caller in errors."""
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} holds no part of {type_}; choose a rank of its mesh")
@@ -334,13 +317,12 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
 
 
 def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
-    """Shape of the global array, given the local shapes. The size of a dim is the sum over the ranks that split it."""
+    """Shape of the global array, given the local shapes of ranks."""
     mesh = type_.mesh_in(mesh)
     return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
 
 
 def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
-    """True if a rank is in the mesh of the tensor."""
     return rank in type_.mesh_in(mesh).all_ranks
 
 
@@ -386,10 +368,7 @@ def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> lis
 def local_outputs(
     program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
 ) -> list[Shape]:
-    """Local shapes of a rank's outputs, given the local shapes of its inputs. All sharded dims must divide evenly.
-
-    Raises ArgumentError if a shape does not fit its type, or a name has two sizes.
-    """
+    """Local shapes of a rank's outputs, given the local shapes of its inputs. All sharded dims are split evenly."""
     even = {
         name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
         for name, type_ in inputs.items()
@@ -405,11 +384,9 @@ def bind_sizes(
     shapes: Mapping[str, Shape],
     uneven: Container[str] | None = (),
 ) -> dict[str, int]:
-    """Value of every symbol in the types of the inputs.
+    """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Sizes named in `uneven` need not divide evenly. If `uneven` is None, only zigzag dims must divide evenly.
-
-    Raises ArgumentError if a shape does not fit its type, a name has two sizes, or ranks cannot split a dim evenly.
+    Ranks must split dims evenly, except dims with a symbol of `uneven`. If `uneven` is None, only zigzag dims must be split evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
@@ -455,6 +432,6 @@ def is_matrix(buffer: BufferType) -> bool:
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """Type of a view. Omits the strides if the view is contiguous. The stride of a dim of size 1 is ignored."""
+    """Type of a view, without strides if it is contiguous. The stride of a dim of size 1 does not matter."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)

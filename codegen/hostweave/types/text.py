@@ -12,8 +12,7 @@ from hostweave.types.zigzag import ZIGZAG, Zigzag
 class Reader(SizeReader):
     def __init__(self, text: str):
         super().__init__(text)
-        # In `M@dp,tp, K` the comma after `dp` is followed by a mesh axis, and the next comma by a dim. To distinguish the two, the reader
-        # first collects the names of all axes.
+        # In `M@dp,tp, K` the first comma precedes a mesh axis, and the second one a dim. The names of all axes decide.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def dtype(self) -> DType:

@@ -41,21 +41,22 @@ def scaled_dot_product_attention(
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
-    Scores and softmax of narrower dtypes are computed in f32 (Vaswani et al., "Attention is all you need", 2017).
+    If the dtype is narrower than f32, scores and softmax are computed in f32 (Vaswani et al., "Attention is all you need", 2017).
 
     - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true: the row sees the column), or a float that is added to the scores. A row
       that sees no column gives zeros.
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
-    - `enable_gqa`: key and value have fewer heads. Consecutive query heads share one of them (Ainslie et al., "GQA", 2023).
-    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. Grouped and ungrouped heads draw the same
+    - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
+      2023).
+    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. `enable_gqa` does not change the random
       numbers.
-    - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
-      last rows of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
+    - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. With `is_causal`, the
+      query rows are the last rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call under the conditions of `attention`, if there is no dropout, and the mask is bool or has the dtype of
-    the query. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys and rows
-    are treated as in `attention`.
+    The function is one kernel call under the conditions of `attention`, if there is no dropout and no float mask of another dtype than the
+    query's. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys and
+    rows, see `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
@@ -104,27 +105,27 @@ def attention(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exps. The first result is that of `scaled_dot_product_attention`. The second is the log-sum-exp of each row
-    of scores, f32 [..., H, S].
+    """Attention, and the log-sum-exp of each row of scores. The first result is that of `scaled_dot_product_attention`. The second one is
+    f32 [..., H, S].
 
     - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). Use
       "bottom_right" if the query rows follow a cache of keys.
-    - `window`: a row attends only to the last `window` columns that the mask allows. Each row must see at least one column.
+    - `window`: a row attends only to the last `window` columns that `causal` allows. Each row must see at least one column.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. Later columns are
       hidden. With "bottom_right", row i has position lengths - S + i. A row with a negative position gives zeros and -inf.
-    - `bias` is added to the scaled scores. It has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1 or
-      missing. -inf hides a column. A row without visible columns gives zeros and -inf.
+    - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1
+      or missing. -inf hides a column. A row without visible columns gives zeros and -inf.
     - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
-      E]. They must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence. Rows
-      outside of all sequences give zeros and -inf.
+      E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence.
+      Rows outside of all sequences give zeros and -inf.
 
     For f32, f16 and bf16, attention is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H,
-    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of
-    matmuls and a softmax, which computes in f32. An operand is copied first if the elements of its rows are not contiguous.
+    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of matmuls and a
+    softmax. An operand is copied first if the elements of its rows are not contiguous.
 
-    Sharded rows, `S@cp`: keys and values are gathered, or they arrive rank by rank, overlapped with attention to earlier blocks. Rows in
-    zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2).
-    Zigzag needs as many keys as rows, and does not support lengths or a bias together with a causal mask.
+    Sharded rows, `S@cp`: all keys and values are gathered first, or the blocks of other ranks arrive while earlier blocks are computed.
+    Rows in zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section
+    3.3.2). Zigzag needs as many keys as rows. It supports neither lengths nor a bias together with a causal mask.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
     log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
@@ -171,8 +172,8 @@ def attention_backward(
     arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise it is composed of matmuls.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
-    summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. One kernel
-    call computes the gradients of query, key and value together. It computes the bias gradient only if the program uses it.
+    summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum. The bias gradient is
+    computed only if the program uses it.
 
     Raises ProgramError if shapes or dtypes do not fit.
 
@@ -218,7 +219,7 @@ def attention_backward(
 
 
 def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """Gradient of a bias: the gradient of the scores, summed over dims that the bias lacks or that have size 1."""
+    """Gradient of a bias: the gradient of the scores, summed over the dims along which the bias broadcasts."""
     scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
     x = hw.reshape(of_scores, *map(str, scores))
     leading = len(scores) - len(dims)
@@ -242,10 +243,7 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
-    """Checks the shapes. Returns the number of query heads per key head.
-
-    Raises ProgramError if the shapes do not fit.
-    """
+    """Checks the shapes, and returns the number of query heads per key head."""
     q, k, v = query.type.shape, key.type.shape, value.type.shape
     shapes = f"query {query.type}, key {key.type}, value {value.type}"
     if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
@@ -266,10 +264,7 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Scores [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head. Scores of narrower dtypes are f32.
-
-    A float mask is added. Where a bool mask is false, the score is -inf.
-    """
+    """Masked scores, at least in f32: [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head."""
     query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along this dim
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, hw.transpose(of_groups, -2, -1)))) * scale
@@ -280,7 +275,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
-    """Mask of the columns that each row sees, broadcastable to the scores. None if all rows see all columns."""
+    """Mask of the columns that each row sees, broadcastable to the scores. None: all rows see all columns."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
     seen = None if ends is None else columns < ends
@@ -323,7 +318,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """Softmax weights over the visible columns, and the log-sum-exp of each row. A row without visible columns has zero weights."""
+    """Softmax weights over the columns of `seen`, and the log-sum-exp of each row. A row without such columns has zero weights."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
@@ -336,7 +331,6 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
 
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
-    """Weighted sums of the values: [..., H, S, F]."""
     result = _worded("attention", hw.matmul(hw.astype(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 
@@ -344,7 +338,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Checks the masks. Returns the given masks as operands, and the attributes that say which masks these are."""
+    """Checks the masks. Returns those that are not None as operands, and the attributes that tell them apart."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (

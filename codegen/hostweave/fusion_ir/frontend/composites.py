@@ -1,4 +1,4 @@
-"""Composite functions: each traces to several ops. Dtypes narrower than f32 are converted to f32 for the computation."""
+"""Composite functions, each of which traces to several ops. Floats narrower than f32 are computed in f32."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -20,7 +20,7 @@ MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorates a composite function: checks its arguments, and names its result in the IRs and in generated code after `word`."""
+    """Decorates a composite function: checks its arguments, and names its result after `word`."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -36,7 +36,7 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 
 
 def _worded(word: str, x: Tensor) -> Tensor:
-    """Sets the word from which the tensor's name is made, such as `softmax` in `softmax_scores`. Returns x."""
+    """Names a tensor after a word, such as `softmax` in `softmax_scores`. Returns the tensor."""
     x._word = word
     return x
 
@@ -70,9 +70,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
     N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. If the correction is N
-    or more, the result is NaN. Narrower dtypes are computed in f32. Uses the corrected two-pass algorithm: the sum of the differences
-    compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Sharded dims need
-    two all-reduces, for any number of mesh axes.
+    or more, the result is NaN. Floats narrower than f32 are computed in f32. Uses the corrected two-pass algorithm: the sum of the
+    differences compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+    Sharded dims need two all-reduces.
 
     Raises ProgramError if `correction` is not an int and the sizes are symbolic.
 
@@ -83,9 +83,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
 @_called("std")
 def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
-    """Standard deviation of floats: the square root of `var`, with the same arguments.
-
-    Raises the errors of `var`.
+    """Standard deviation of floats: the square root of `var`, with the same arguments and errors.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.std(x, axis=-1, correction=1)`.
     """
@@ -93,12 +91,12 @@ def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
 
 def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: bool, name: str) -> Tensor:
-    """Variance, in f32 for narrower dtypes."""
+    """Variance, computed at least in f32."""
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} must be an int, because the size {count} is symbolic; use int sizes")
-    # One tensor holds both the sum of differences and the sum of squares, so that one all-reduce suffices.
+    # One tensor has all sums, so that one all-reduce suffices.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -112,8 +110,8 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
 
 @_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Softmax over one dim: exp(x - max(x)) divided by its sum. The result has the shape and dtype of x, a float. Narrower dtypes are
-    computed in f32.
+    """Softmax over one dim: exp(x - max(x)) divided by its sum. The result has the shape and dtype of x, a float. Floats narrower than f32
+    are computed in f32.
 
     A row that contains only -inf gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
 
@@ -139,8 +137,8 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
     """Layer norm over one dim: (x - mean) / sqrt(variance + eps), times weight, plus bias. The result has the shape and dtype of x.
 
-    Narrower dtypes are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E] (Ba, Kiros
-    and Hinton, "Layer normalization", 2016).
+    Floats narrower than f32 are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E]
+    (Ba, Kiros and Hinton, "Layer normalization", 2016).
 
     Raises ProgramError if `weight` or `bias` does not broadcast.
 
@@ -155,8 +153,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @_called("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
-    """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. The result has the shape and dtype of x. Narrower dtypes are
-    computed in f32.
+    """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. The result has the shape and dtype of x. Floats narrower than f32
+    are computed in f32.
 
     `weight` broadcasts against x from the right, for example [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer
     normalization", 2019).
@@ -170,10 +168,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
 
 
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
-    """Index of the normalised dim.
-
-    Raises ProgramError if weight or bias does not broadcast against x.
-    """
+    """Index of the normalised dim. Checks the shapes of weight and bias."""
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and not _broadcasts(other.type.shape, x.type.shape):
             raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; pass a shape that broadcasts to x")
@@ -201,7 +196,7 @@ def _wide(x: Tensor) -> Tensor:
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------
 
 LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
-LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude, so that no scale is 0
+LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude of a block, so that no scale is 0
 GROUPS = ("row", "tensor", "block", "block2d")
 
 
@@ -209,8 +204,8 @@ GROUPS = ("row", "tensor", "block", "block2d")
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    Each element of x is approximately its 8-bit value times its scale. A scale is the largest magnitude of the elements that share it, at
-    least 1e-12, divided by the largest finite number of the dtype.
+    An element of x is approximately its 8-bit value times its scale. A scale is m divided by the largest finite number of the dtype. m is
+    the largest magnitude of the elements that share the scale, and at least 1e-12.
 
     | scaling | elements that share a scale | shape of the scales |
     |---|---|---|
@@ -219,10 +214,10 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, for example the scale of the previous step,
-    the values are x divided by `scale`. The returned scales are always computed from x, for use in the next step. Values out of range
-    become the largest number of f8e4m3, or an infinity of f8e5m2. Quantisation fuses with preceding kernels: a norm and its quantisation by
-    rows are one kernel.
+    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, for example from the previous step, the
+    values are x divided by `scale`. The returned scales are then still those of x, for use in the next step. Values out of range become the
+    largest number of f8e4m3, or an infinity of f8e5m2. Quantisation fuses with preceding kernels: a norm and the quantisation of its rows
+    are one kernel.
 
     Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim that 128 does not divide.
 
@@ -273,10 +268,11 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 
 @_called("rotary")
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to [..., S, E/2].
+    """Rotary position embedding: rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to
+    [..., S, E/2].
 
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1 (Su et al., "RoFormer",
-    2021). The result has the shape and dtype of x, and is computed in f32 for narrower dtypes.
+    2021). The result has the shape and dtype of x. Floats narrower than f32 are computed in f32.
 
     Raises ProgramError if E is odd, or if `cos` or `sin` does not broadcast.
 
@@ -319,7 +315,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
 
 
 def _indices(x: Tensor) -> list[Tensor]:
-    """Index of each element of x along every dim, each tensor broadcastable to x."""
+    """For each dim, the indices of the elements of x along it, broadcastable to x."""
     others = [tuple(j for j in range(x.ndim) if j != i) for i in range(x.ndim)]
     return [hw.expand_dims(hw.iota(x, i, u32), rest) if rest else hw.iota(x, i, u32) for i, rest in enumerate(others)]
 
@@ -343,12 +339,11 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 
 @_called("dropout")
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is from 0
-    to 1.
+    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is from 0 to 1.
 
     A backward pass uses the same seed and draw to drop the same elements (Srivastava et al., "Dropout", 2014).
 
-    Raises ProgramError if p is not in this range.
+    Raises ProgramError if p is not in this range, and the errors of `uniform`.
 
     Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
     """

@@ -1,4 +1,4 @@
-"""einsum and tensordot: sums of products over any dims, done by matmuls that may contract several dims at once."""
+"""einsum and tensordot: sums of products over any dims, computed by matmuls."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -22,11 +22,11 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     Letters that are missing in the result are summed over. Without `->` the result has the letters that occur once, in alphabetical order.
     More than two operands are multiplied from left to right.
 
-    One matmul contracts all common letters of two operands. The dtypes are those of `hw.matmul`. If contracted dims are sharded, the
-    partial sum is reduced once, and no operand is gathered.
+    One matmul contracts all letters that two operands share and that are summed over. The dtypes are those of `hw.matmul`. If contracted
+    dims are sharded, the partial sum is reduced once, and no operand is gathered.
 
-    Raises ProgramError for an ellipsis, a letter that occurs twice in one operand, sizes that differ, or letters that do not match the
-    operands.
+    Raises ProgramError if `subscripts` is invalid or does not fit the operands. An ellipsis, and a letter that occurs twice in one operand,
+    are not supported.
 
     Example: `x: bf16[S, B@dp, E]` and `dy: bf16[S, B@dp, F]` give `bf16[E, F]` by `hw.einsum("sbe,sbf->ef", x, dy)`.
     """
@@ -83,10 +83,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
 
 
 def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Letters of each operand, and letters of the result.
-
-    Raises ProgramError if the text is not valid or does not fit the operands.
-    """
+    """Letters of each operand, and letters of the result."""
 
     def fail(why: str) -> NoReturn:
         raise ProgramError.here(f"einsum: {subscripts!r}: {why}")
@@ -118,7 +115,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
 
 
 def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: DimLabels) -> Tensor:
-    """Sum of the products of two tensors. Sums over labels that are missing in `result`."""
+    """Product of two tensors, summed over the labels that are missing in `result`."""
     a, of_a = _summed(a, of_a, {*of_b, *result})
     b, of_b = _summed(b, of_b, {*of_a, *result})
     batch = tuple(label for label in result if label in of_a and label in of_b)

@@ -13,13 +13,12 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from na
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Reshards each such output to
-    the input's sharding, in the list `outputs`.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Outputs in the list `outputs`
+    that reuse an input are resharded to its sharding.
 
-    The output must have the input's dtype and shape, and must not reuse another input. Unless `donate` gives the index of the output, the
-    output must be computed from the input. If no output has that shape, an output with the same dims in another order qualifies.
-
-    Raises ProgramError if no output qualifies, or if several do.
+    Exactly one output must qualify for each input: with the same dtype and dims, and for another input no match. Unless `donate` gives the
+    index of the output, the output must also be computed from the input. The same dims in another order qualify only if no output has the
+    input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -65,13 +64,12 @@ def _candidates(
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if the output has the same dims in any order, and the user did not state a different sharding."""
+    """True if the output has the dtype, mesh and dims (in any order) of the input, and the user did not state another sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 
 
 def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
-    """Names of all values from which an output is computed."""
     found, left = set[str](), [output._value.name]
     while left:
         op = trace.tensors[left.pop()]._op
@@ -91,7 +89,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """Reshards an output to the input's sharding. The result gets the output's name."""
+    """Reshards an output to the input's sharding, and moves the output's name to the result."""
     target = given.type
     if output.type.shape != target.shape:  # the same dims in another order
         left = list(target.dims)

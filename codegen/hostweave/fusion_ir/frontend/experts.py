@@ -1,4 +1,4 @@
-"""Functions for mixtures of experts: grouped matmuls, counting, routing of tokens, and results whose size depends on data up to a bound."""
+"""Functions for mixtures of experts: grouped matmuls, counts, routing of tokens, and results with data-dependent numbers of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +27,11 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first form. A group begins where the previous one ends. The host does not read the offsets.
-    Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
-    Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
+    The second form is the gradient of b in the first form. A group begins at the end of the previous group. The host does not read the
+    offsets. Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, rows after the last group are
+    zeros. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
 
-    E, K, N and T may be sharded. A rank multiplies its shard of the rows by its shard of the matrices. If a sharded dim is missing in the
-    result, the result is a partial sum.
+    E, K, N and T may be sharded. Each rank multiplies its shards. If a sharded dim is missing in the result, the result is a partial sum.
 
     Raises ProgramError for other shapes and dtypes.
 
@@ -53,7 +52,8 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Counts the elements of x, ints, that equal 0, 1, ..., `length` - 1: i64 [length], as in jax.numpy.bincount. Ignores other values.
+    """Number of elements of x, ints, that equal i, for i from 0 to `length` - 1: i64 [length], as in jax.numpy.bincount. Other values are
+    ignored.
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 
@@ -72,8 +72,7 @@ def bincount(x: Tensor, length: int | str) -> Tensor:
 def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     """Indices of the nonzero elements of x, in row-major order: i64 [size, number of dims of x], as in torch.nonzero_static.
 
-    If fewer than `size` elements are nonzero, the remaining rows are `fill_value`. If more elements are nonzero, only the first `size` are
-    returned.
+    If fewer than `size` elements are nonzero, the last rows are `fill_value`. If more are nonzero, the result has the first `size`.
 
     Raises ProgramError if x has no dims, if `size` is not an int, or if a dim other than the first is symbolic.
 
@@ -107,7 +106,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     of each index.
 
     `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If the sum of `repeats` is less than `total`,
-    the last index fills the rest. Repetitions beyond `total` are cut off.
+    the last index is repeated more often. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
@@ -126,7 +125,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
     places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
-    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions have ended
+    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions end before
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
 
@@ -136,9 +135,9 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of `moe_routing`: where the rows of each token go. A choice is one of the k experts of a token.
+    """Result of `moe_routing`: the ranks and rows of each token. A choice is one of the k experts of a token.
 
-    - `ends`, i32 [R, E/R]: end of the rows of each expert, on each of R ranks. These are the offsets for `grouped_matmul`.
+    - `ends`, i32 [R, E/R]: end of the rows of each expert on each of R ranks, the offsets for `grouped_matmul`.
     - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
     """
 
@@ -156,15 +155,15 @@ class Routing:
 def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (), capacity: SizeLike | None = None) -> Routing:
     """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
-    The mesh axes `axes` have R ranks, which split tokens and E experts: rank r has the experts from r * E/R to (r + 1) * E/R - 1. All ranks
-    gather `experts`, and each rank finds the choices of its experts.
+    The mesh axes `axes` have R ranks, which split tokens and E = `num_experts` experts: rank r has the experts from r * E/R to (r + 1) *
+    E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
     A rank sends at most `capacity` choices to each rank. By default, `capacity` is large enough for all choices of a rank, so no choice is
     dropped. With a smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last
     tokens first. The device computes all counts; the host never reads them.
 
-    Raises ProgramError if R does not divide the number of experts, or the number of tokens of a routing with a capacity, or if the mesh
-    has no such axis.
+    Raises ProgramError if the mesh has no such axis, or R does not divide the number of experts. With a capacity, R must also divide the
+    number of tokens.
 
     Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:
     `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w, routing.ends)`, `y
@@ -208,7 +207,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
-    """Replaces the expert of each choice that exceeds the capacity of its destination rank by `num_experts`, an expert that no rank has."""
+    """Replaces the expert of each choice beyond the capacity by `num_experts`, an expert that no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
     places = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
@@ -223,14 +222,13 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
 
 @_called("dispatched")
 def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sends each row of x [T, H] to the ranks of its experts. The result is [R, rows, H], sharded over the axes of the routing.
+    """Sends each row of x [T, H] to the ranks of its experts. The result [R, rows, H] is sharded over the axes of the routing.
 
     On each rank, rows are sorted by expert, and rows of an expert are in the order of the tokens. `routing.ends` has the end of each
     expert's rows. Rows after the last end are undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice,
     as in the gradient of `moe_combine`.
 
-    All ranks gather x, and each rank copies the rows that it needs. A token is sent once to each rank, even if several of its experts are
-    on that rank.
+    All ranks gather x, and each rank copies the rows of its experts.
 
     Raises ProgramError for other shapes.
 
@@ -249,7 +247,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
     """Sends the rows of experts [R, rows, H] back, and sums the rows of each token: [T, H]. The rows are multiplied by `weights` [T, k], if
     given.
 
-    The sum is in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
+    The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
 
     Raises ProgramError for other shapes.
 
@@ -266,8 +264,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, H = 1 is enough: pass the
-    dot product of each row with the same row of the dispatched gradient, as in the example.
+    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1: each row is the
+    dot product of an expert's row and its gradient, as in the example.
 
     Raises ProgramError for other shapes.
 
@@ -277,7 +275,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Reads the row of each choice from the rows of experts [R, rows, H]: [R, T, k, H], with zeros for experts of other ranks."""
+    """Rows of all choices on each rank: [R, T, k, H], with zeros for choices of experts on other ranks."""
     own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 
@@ -287,7 +285,6 @@ def _on_all_ranks(x: Tensor) -> Tensor:
 
 
 def _on_own_rank(x: Tensor, routing: Routing) -> Tensor:
-    """Reshards the tokens over the axes of the routing."""
     tokens, *others = map(str, x.type.shape)
     return hw.reshard(x, f"{tokens}@{','.join(routing.axes)}" if routing.axes else tokens, *others)
 

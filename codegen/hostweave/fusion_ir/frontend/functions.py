@@ -29,10 +29,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them. Matmuls of ints are much slower than
-    matmuls of floats.
+    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them, and are much slower than matmuls of
+    floats.
 
-    If dim K is sharded, the result is a partial sum. The compiler all-reduces it, or reduce-scatters it to the sharding of a `reshard`.
+    If dim K is sharded, the result is a partial sum. The compiler inserts an all-reduce, or a reduce-scatter if a `reshard` follows.
 
     Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
 
@@ -45,8 +45,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: DType = bf16) -> Tensor:
     """Matrix product of 8-bit floats with scales, as in torch._scaled_mm: [M, K] x [K, N] -> [M, N]. `out_dtype` is bf16, f16 or f32.
 
-    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies one block of its operand. Products are summed in f32, and the sum is rounded
-    once. The shapes of the scales determine the blocks:
+    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies one block of its operand. Products are summed in f32, and each sum is
+    rounded once. The shapes of the scales determine the blocks:
 
     | scales per | scale_a | scale_b |
     |---|---|---|
@@ -146,7 +146,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
 @checked
 def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
-    """Vector 0, 1, 2, ... of an integer `dtype`, with as many elements as x has along `axis`."""
+    """Vector of the indices of x along `axis`: 0, 1, 2, ... in an integer `dtype`."""
     size = x.type.shape[dim_of(x, axis, "iota")]
     return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
 
@@ -180,7 +180,8 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
     """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are those of `hw.zeros`.
 
-    Also raises ProgramError if `fill_value` is not a number, or not a value of an int or bool `dtype`. Floating dtypes round it.
+    Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot represent it. Floating dtypes round
+    `fill_value`.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
     """
@@ -189,10 +190,12 @@ def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType 
 
 @checked
 def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
-    """Vector of the numbers start, start + step, ... before `stop`. A single argument is `stop`, and `start` is then 0.
+    """Vector of the numbers start, start + step, ... before `stop`. A single argument is `stop`; `start` is then 0.
 
-    `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` is positive, and divides `stop - start` in each
-    call. Floating dtypes are computed in i32, and then cast. Raises ProgramError for other bounds or steps, and for dtype bool.
+    `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` must be positive, and must divide `stop - start` in
+    each call. Floating dtypes are computed in i32, and then cast.
+
+    Raises ProgramError for other bounds or steps, for an empty range, and for dtype bool.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -211,7 +214,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     else:
         count = (end - Size(start)) // step if step > 0 else None
     if count is None or count == Size(0):
-        what = "there is no number" if count else "the number of elements cannot be written as a size; count up from 0 and compute"
+        what = "the range is empty" if count else "the number of elements cannot be written as a size; count up from 0 and compute"
         raise ProgramError.here(f"arange: from {start} to before {end} by {step}, {what}")
     counted = dtype if dtype.kind in ("int", "uint") else i32
     numbers = record("iota", target=TensorType(counted, (Dim(count),)), written="arange")
@@ -244,10 +247,10 @@ def _expect_dtype(name: str, dtype: object) -> None:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """Index (i64) of the largest element along one dim, or in the flattened tensor. If several elements are the largest, returns the first
-    index. A NaN counts as the largest.
+    """Index (i64) of the largest element along one dim, or in the flattened tensor if `axis` is None. Returns the first index if several
+    elements are the largest. A NaN counts as the largest.
 
-    A sharded dim is gathered first. With `keepdims` the dim is kept, with one element.
+    A sharded dim is gathered first. With `keepdims`, reduced dims are kept, with one element.
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
@@ -282,8 +285,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One dim may be -1, and is then inferred.
 
-    The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of the
-    dims that are merged or split. Other sharded dims are gathered, unless the result can be sharded so that no element moves.
+    The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of merged
+    or split dims. Other sharded dims are gathered, unless some sharding of the result needs no communication.
 
     Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
@@ -329,7 +332,7 @@ def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """Broadcasts x to the given dims, aligned from the right. Dims of one element and missing dims are repeated.
 
-    If a kernel reads the result, the op is part of that kernel. Otherwise a separate kernel copies the elements.
+    If a generated kernel reads the result, the op is part of this kernel. Otherwise a separate kernel copies the elements.
 
     Raises ProgramError if x does not broadcast to the dims.
 
@@ -343,7 +346,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, it is gathered first. Most ops that compute an operand write directly into the result, without a copy.
+    If dim `axis` is sharded, it is gathered first. Most ops that compute an operand write directly to the result, without a copy.
 
     Raises ProgramError for an empty list, or if dtypes or other dims differ.
 
@@ -360,8 +363,8 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if `sources[i]` is None.
 
-    The dim is divided into as many equal blocks as there are sources. If the dim is sharded with one block per rank, the op is a collective
-    permute: each rank sends its block to at most one other rank.
+    The dim is divided into as many equal blocks as there are sources. If each rank has one block, each rank sends its block to at most one
+    other rank.
 
     Raises ProgramError if a source names no block or a block is named twice, or if the number of blocks does not divide the dim.
 
@@ -400,7 +403,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """The dims as one tuple, whether the caller gave separate arguments, or one tuple or list."""
+    """The dims as one tuple, given as separate arguments, or as one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 

@@ -1,4 +1,4 @@
-"""Functions for indexing (gather, scatter, sort, cumulative sums), any and all, changes of shape, and losses."""
+"""Functions for gather, scatter, dynamic slices, sorting, cumulative sums, any and all, changes of shape, and losses."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,12 +19,11 @@ _each, _some = all, any  # Python's built-in functions; their names are redefine
 
 
 def _numbers(x: Tensor, axis: int) -> Tensor:
-    """Indices 0, 1, 2, ... of a dim."""
     return hw.iota(x, axis, i64)
 
 
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
-    """Inserts dims of one element: the result has `rank` dims, and those of `ids` begin at dim `axis`."""
+    """Inserts dims of one element, so that the result has `rank` dims, of which those of `ids` begin at dim `axis`."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
     return hw.expand_dims(ids, others) if others else ids
 
@@ -38,7 +37,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
     `indices` is a tensor of ints from 0 to the size of the dim minus 1, with any number of dims. `axis` may be omitted if x is a vector. If
     an index is negative or too large, the CPU target raises ExecutionError, and GPUs use the nearest valid index. If the dim is sharded,
-    each rank reads the elements of its shard, and zeros elsewhere. The result is a partial sum.
+    the result is a partial sum: each rank reads the elements of its shard, and zeros for other indices.
 
     Raises ProgramError for other dtypes, or if `axis` is missing.
 
@@ -75,8 +74,8 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
-    """Like `take_along_axis`, but with torch's rule for shapes: dims of x other than `axis` may be longer than those of `indices`. The
-    excess is not read. Symbolic sizes of these dims must be equal.
+    """Like `take_along_axis`, but dims of x other than `axis` may be longer than those of `indices`, as in torch. The excess is not read.
+    Symbolic sizes of these dims must be equal.
 
     Raises ProgramError for other shapes.
 
@@ -130,7 +129,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
     source[i][j][k]`. If indices repeat, the last element wins.
 
-    Unlike in torch, dims other than `axis` must be equal in all three tensors; in `indices` they may also be 1, and then broadcast.
+    Unlike in torch, dims other than `axis` must be equal in all three tensors, except that dims of `indices` may be 1, and then broadcast.
     `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
 
     Raises ProgramError for other shapes.
@@ -169,8 +168,8 @@ Starts = Sequence[Tensor | int]  # one start per dim
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
     """Slice of x with `sizes` elements per dim, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    As in jax.lax, starts are clamped so that the slice fits. If a slice covers a whole dim, its start is ignored. If a dim that is cut is
-    sharded, each rank reads the elements of its shard, and zeros elsewhere. The result is a partial sum.
+    As in jax.lax, starts are clamped so that the slice fits. If a slice covers a whole dim, its start is ignored. If another dim is
+    sharded, the result is a partial sum: each rank reads the elements of its shard, and zeros elsewhere.
 
     Raises ProgramError if starts or sizes do not match x.
 
@@ -187,9 +186,9 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    A start may vary along the dims before the first dim that is cut: with starts of shape [B], each batch has a separate start. Starts are
-    clamped as in `dynamic_slice`. If x is donated or not used afterwards, the update is written in place, and nothing is copied. A dim that
-    is cut may be sharded: each rank writes the elements of its shard, and needs the whole update along that dim.
+    A cut dim is one that `update` does not cover. A start may vary along the dims before the first cut dim: with starts of shape [B], each
+    batch has a separate start. Starts are clamped as in `dynamic_slice`. If x is donated or not used afterwards, x is updated in place. A
+    cut dim may be sharded: each rank writes the elements of its shard, and needs the whole update along this dim.
 
     Raises ProgramError if the update or the starts do not match x.
 
@@ -219,8 +218,8 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Start of a slice with `length` elements, clamped to the valid range, as an i64 tensor. `before` has the sizes of the dims along which
-    the start may vary."""
+    """Start of a slice of `length` elements, clamped, as an i64 tensor. `before` has the sizes of the dims along which the start may
+    vary."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")
@@ -257,8 +256,8 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort each row. If there are few, very long rows, the whole GPU sorts
-    one row after another.
+    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort a row. The whole GPU sorts each row if there are few, very long
+    rows.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
@@ -270,16 +269,15 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Inverse of a permutation that `argsort` returned: the position (i64) of each element in the sorted order. `argsort(order)` gives the
-    same result, but is slower, because it sorts."""
+    """Inverse of a permutation: the position (i64) of each element in the sorted order. Equals `argsort(order)`, but does not sort."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
     """Sorts elements by group. Each element of x is the number of its group, or `groups` if it has no group.
 
-    Returns three concatenated lists along the dim, in i32: the end of each group; the index of the element at each sorted position; and the
-    sorted position of each element. The sort is stable. An element without a group has position 0, and unused positions have index 0.
+    Returns three lists, concatenated along the dim, in i32: the end of each group; the index of the element at each sorted position; and
+    the sorted position of each element. The sort is stable. An element without a group has position 0. Unused positions have index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 
@@ -440,7 +438,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # one all_reduce reduces both partial sums
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # so that one all-reduce reduces the two partial sums
     losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":

@@ -26,13 +26,13 @@ class Recorder(Protocol):
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names of the sizes that the inputs of the traced function determine."""
+        """Names of the sizes in the types of the traced function's inputs."""
         ...
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor: ...
 
 
-being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)  # trace of the innermost function that is being traced
+being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)
 
 
 class Unary(Protocol):
@@ -57,13 +57,12 @@ def record(
     written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
-    """Records one op and returns its result. `target` has those parts of the result type that the user stated.
+    """Records one op and returns its result. `target` is the result type, or its parts that the user stated.
 
-    An op without operands is recorded in the trace of the tensor `beside`, or in the trace of the function that is being traced. `callee`
-    is the function of a call, and `user_kernel` the C++ of a kernel. Messages call an op without operands `written`, by default its kind.
+    An op without operands is recorded in the trace of the tensor `beside`, or of the function that is being traced. Messages call such an
+    op `written`. `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
 
-    Raises ProgramError if an operand is not a tensor of this fusion, if the operands' types do not match, or if a size of `target` is
-    unknown. For an op without operands, also raises ProgramError if no function is being traced.
+    Raises ProgramError if the op is not valid here.
     """
     location, operands = Location.of_caller(), with_ints(operands)
     for operand in operands:
@@ -95,10 +94,7 @@ def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
 
 
 def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
-    """Index of the dim that `axis` names.
-
-    Raises ProgramError if there is no such dim.
-    """
+    """Index of the dim that `axis` names."""
     return stated(tensor.type.dim, axis, kind)
 
 

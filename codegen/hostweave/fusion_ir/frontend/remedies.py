@@ -1,4 +1,4 @@
-"""Remedies for names of other libraries' functions that hostweave does not have."""
+"""Remedies for names that hostweave lacks, and for arithmetic with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def word_for(name: str) -> str | None:
 
 
 def instead_of(name: str) -> str:
-    """Remedy for a missing function or method."""
     import hostweave
 
     if known := word_for(name):
@@ -66,12 +65,12 @@ def instead_of(name: str) -> str:
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
-    """Method of an operator, which always raises an error."""
+    """Method of an operator that always raises an error."""
     return lambda size, other: size._refuse(sign, other, reverse)
 
 
 class SizeName(str):
-    """Text of a symbolic size. Arithmetic with a SizeName raises an error, whose remedy is the text of the intended size."""
+    """Text of a symbolic size. Arithmetic with it raises an error, whose remedy is the text of the intended size if possible."""
 
     _extent: Size
 
@@ -86,7 +85,7 @@ class SizeName(str):
         raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
-        """Remedy: the intended size, as text."""
+        """Remedy: the intended size as text, or advice."""
         operand = other._extent if isinstance(other, SizeName) else Size(other) if type(other) is int else None
         if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)

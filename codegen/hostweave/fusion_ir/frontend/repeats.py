@@ -1,4 +1,4 @@
-"""Merges repeated calls of a function into one repeat. Inputs and outputs that belong to one call each become parameter groups.
+"""Merges repeated calls of a function into one repeat. Inputs and outputs that each belong to one call form parameter groups.
 
     fusion @f(%x: f32[M, K], %w_0: f32[K, K], %w_1: f32[K, K]) {
       %h: f32[M, K] = call @layer(%x, %w_0)
@@ -28,7 +28,7 @@ from hostweave.types.tensor import TensorType
 
 
 def repeat_calls(fusion: Fusion) -> Fusion:
-    """Replaces runs of calls by repeats. Returns the fusion itself if it has no such runs."""
+    """Replaces runs of calls by repeats."""
     unfit: set[object] = set()
     groups: dict[Column, bool] = {}
     roles: dict[str, Roles] = {}
@@ -49,14 +49,14 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # value -> the group or stack (see `runs`) that contains it, and its index there
+        self.element: dict[str, tuple[str, int]] = {}  # value -> name of its group or stack (see `runs`), and index in it
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors that the calls read index by index
+        self.parts: list[Op] = []  # slices of tensors of which each call reads one index
 
     def depth(self, calls: int) -> Size:
-        """Number of calls of a repeat: a symbolic size if a parameter group has that many tensors, otherwise an int."""
+        """`calls` as a size: symbolic if a parameter group has that many tensors, otherwise an int."""
         if calls not in self.in_groups:
             return Size(calls)
         if calls not in self.sizes:
@@ -74,7 +74,7 @@ class _Rewriting:
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
-        """Replaces each column of inputs by one value, a parameter group. The groups form one struct."""
+        """Replaces each column of inputs by a parameter group. The groups form one struct."""
         runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:
@@ -153,7 +153,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
     def take_parts(self, run: Run) -> None:
-        """Adds a slice for each tensor that the calls read index by index."""
+        """Adds a slice for each tensor of which each call reads one index."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
                 first = self.found.selects[column[0]]
@@ -163,14 +163,14 @@ class _Rewriting:
                 self.parts.append(Op("slice", first.tensors, result, given, first.location))
 
     def type_in_group(self, run: Run, operand: int) -> TensorType | None:
-        """Type of the tensors of the parameter group that an operand reads. None if the operand reads no group."""
+        """Type of one tensor of the parameter group that an operand reads, or None."""
         column = (run.each | run.lagged).get(operand)
         return None if column is None or self.found.is_stack(column) else self.values[column[0]].type
 
     # --- ops ---
 
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-        """The ops, with each run replaced by a repeat. Keeps the original order where the operands allow it."""
+        """The ops, with each run replaced by a repeat, in the original order as far as operands allow."""
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
@@ -200,7 +200,7 @@ class _Rewriting:
         return eliminate_dead_code(ops, outputs)
 
     def place(self, run: Run, outputs: tuple[str, ...]) -> None:
-        """Names the results of a repeat, and maps each result of the calls to its replacement."""
+        """Names the results of a repeat, which replace the results of the calls."""
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}
@@ -219,7 +219,7 @@ class _Rewriting:
                 self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
     def stack(self, run: Run, column: Column, at: int, elements: Column) -> None:
-        """Names a stack, and maps each value of `elements` to a tensor of the stack."""
+        """Names a stack, which replaces the values `elements` of its column."""
         returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
             names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]
@@ -229,7 +229,7 @@ class _Rewriting:
                 self.element[name] = self.name_of[column], number
 
     def repeat(self, run: Run) -> list[Op]:
-        """The repeat, followed by an `output` op for each further result."""
+        """The repeat, followed by `output` ops of its other results."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
         whole = run.each | run.lagged
         firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)

@@ -1,6 +1,6 @@
-"""Finds runs of calls that can become one repeat, and the inputs and outputs that then form parameter groups. See `repeats`.
+"""Finds runs of calls that can become one repeat (see `repeats`), and the inputs and outputs that form parameter groups.
 
-A stack is a tensor whose first dim has the calls of a repeat: a result of all calls, or the values of one operand.
+A stack is a tensor whose first dim has one index per call. The indices are the values of one result, or of one operand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run of calls or the column `what` cannot be merged. `repeat_calls` adds `what` to `unfit`, and starts again without `what`."""
+    """The run of calls or the column `what` cannot be merged. `repeat_calls` starts again without it."""
 
     def __init__(self, what: object):
         self.what = what
@@ -38,9 +38,11 @@ class Run:
     calls: tuple[Op, ...]
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
     carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
-    each: dict[int, Column] = field(default_factory=dict)  # operand -> its values, in the order of the group's tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group, of which call i reads tensor i - 1
-    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards that replace it, all to one type
+    each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i - 1
+    placed: dict[int, tuple[Column, TensorType]] = field(
+        default_factory=dict
+    )  # result -> the reshards to one type that are its only uses, and the type
     backward: bool = False
 
     @property
@@ -52,7 +54,7 @@ class Run:
         return tuple(zip(*(call.tensors for call in self.calls), strict=True))
 
     def in_order(self, column: Column) -> Column:
-        """Converts a column from the order of the calls to the order of the group's tensors."""
+        """Converts a column from the order of the calls to the order of stacks and groups."""
         return column[::-1] if self.backward else column
 
     def taken(self, operand: int) -> int:
@@ -70,19 +72,19 @@ class Run:
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Stacks that a later run may read: maps their columns to the indices of the repeat's results."""
+        """Stacks that a later run may read: columns -> indices of the repeat's results."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
 
 def _counts_up(column: Column) -> bool:
-    """True if the names of a column differ in one number, which increases by one."""
+    """True if the names of a column differ in one number, and this number increases by one."""
     return ParameterGroup(column[0], column[-1], "").names == column
 
 
 class Runs:
     def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool], roles: dict[str, Roles]):
-        """`groups` and `roles` cache the results of `is_group` and `roles_after` for all attempts."""
+        """`groups` and `roles` are caches of `is_group` and `roles_after`, common to all attempts."""
         self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
         self.inputs = {value.name for value in fusion.inputs}
@@ -107,7 +109,7 @@ class Runs:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # also tries shorter runs, because a model may return the carried values of all layers except the last
+                # shorter runs are tried too, because a model may return the carried values of all layers except the last
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= MIN_CALLS and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
@@ -120,8 +122,8 @@ class Runs:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """Length of the longest prefix of calls in which each operand has one role. The roles are: carried from one result, shared by all
-        calls, and different in each call."""
+        """Length of the longest prefix of calls in which each operand has one role: carried from one result, shared by all calls, or
+        different in each call."""
         in_turn = {name for column in self.stacks for name in column} | self.inputs | self.selects.keys()
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -132,8 +134,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls: its roles if one of its two values is in a group or stack, its roles otherwise, and
-        the values if they differ. The role `in turn` means that each call reads another tensor of a group or stack."""
+        """Possible roles of each operand of two consecutive calls: if one of the two values is in a group or stack, and if not. Then the
+        two values, if they differ. `in turn` means that each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -148,7 +150,7 @@ class Runs:
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> Run | None:
-        """The run that these calls form, or None if they cannot be a repeat."""
+        """The run of these calls, or None if they cannot become a repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
@@ -173,12 +175,12 @@ class Runs:
             run.each = {at: column for at, column in run.each.items() if at not in late}
             if len(run.lagged) == len(late):
                 return run
-        if not self.stacks:  # later attempts have fewer groups, so these calls cannot form a repeat then either
+        if not self.stacks:  # later attempts have fewer groups, so they would fail too
             self.unfit.add(run.key)
         return None
 
     def placed(self, run: Run, at: int) -> tuple[Column, TensorType] | None:
-        """The reshards of a result, and their type, if the only uses are reshards to one type. The function can then do the reshard."""
+        """The reshards of a result, and their type, if the result has no other uses. The function can then reshard the result."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -187,7 +189,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads, or (). Without its last tensor, it equals `column[1:]`."""
+        """The stack or group that a lagged column reads, or (). Call i reads tensor i - 1 of it."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -198,7 +200,7 @@ class Runs:
         return ()
 
     def is_stack(self, column: Column) -> bool:
-        """True if these values are a stack: results of an earlier run, or consecutive indices of one tensor."""
+        """True if these values are a stack of an earlier run, or consecutive indices of one tensor."""
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
@@ -209,7 +211,7 @@ class Runs:
         return bool(ops) and [(op.tensors, op[INDEX]) for op in ops] == expected and not self.values[source].type.dims[0].axes
 
     def is_group(self, column: Column) -> bool:
-        """True if these inputs can form a parameter group: their names count up, and their types are equal."""
+        """True if these values are inputs that can form a parameter group."""
         if column not in self.groups:
             are_inputs = all(name in self.inputs for name in column)
             self.groups[column] = (
@@ -220,10 +222,8 @@ class Runs:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order, with groups replaced. Consecutive inputs such as `w_0, v_0, w_1, v_1` are one entry, the tuple of their columns.
-
-        Raises Unfit if a run needs a column whose names are not at regular distances in the inputs.
-        """
+        """Inputs in order. Inputs of interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if a
+        column that a run needs is not at regular distances."""
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
         wanted = {column: column for column in columns if not self.is_stack(column)}
         counts = Counter(name for column in wanted for name in column)
@@ -232,7 +232,7 @@ class Runs:
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
-        """Names in order, with groups replaced as in `group_inputs`. Raises Unfit(wanted[column]) if that column is in no group."""
+        """Names in order, with groups as in `group_inputs`. Raises Unfit(wanted[column]) for a column that cannot be a group."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
@@ -249,8 +249,8 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Columns that are interleaved from index `begin` on, or None. Each column is in `wanted`, or can be a group that has no name in
-        `used`. At least one column is in `wanted`."""
+        """Interleaved columns from index `begin` on, or None. At least one column is in `wanted`. Others are groups without names in
+        `used`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -266,8 +266,7 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Maps each column of results that the program returns to its run, the result's index, and the type of a following reshard, or
-        None."""
+        """Returned columns of results -> run, index of the result, and the type of a following reshard or None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -284,14 +283,14 @@ class Runs:
         return found
 
     def is_kept_otherwise(self, run: Run, at: int) -> bool:
-        """True if the carried value is updated in place, or if other runs use all values of its operand."""
+        """True if a carried value is updated in place, or if another run reads all values of its operand."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that are this value or a reshard of this value."""
+        """Outputs of the program that are this value or a reshard of it."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]

@@ -33,12 +33,12 @@ def _kind(written: str, dtype: DType) -> str:
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
-    """Method of a unary operator. `written` is its text in the op table."""
+    """Method of a unary operator."""
     return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Methods of a binary operator: the plain method, and the reflected method, which Python calls if the left operand is a number."""
+    """Methods of a binary operator: the plain and the reflected one."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -51,9 +51,10 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 
 
 class Tensor:
-    """A symbolic tensor: a value of the program that is being traced. A symbolic tensor has a type and no data. It supports Python's
-    operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other operations are functions of
-    `hw`.
+    """A symbolic tensor: a value of the program that is being traced, with a type and no data.
+
+    A tensor supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other
+    operations are functions of `hw`.
     """
 
     __hash__ = object.__hash__
@@ -62,7 +63,7 @@ class Tensor:
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
         self._variable: str | None = None  # the user's variable to which the tensor was assigned
-        self._word: str | None = None  # word that replaces the op's kind in a derived name, such as `softmax`
+        self._word: str | None = None  # replaces the op's kind in a derived name
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
@@ -84,7 +85,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """Global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
+        """Global sizes: ints, or text such as `M` and `8*M/4` for symbolic sizes."""
         return tuple(int(size) if size.is_int else SizeName(size) for size in self.type.shape)
 
     @checked
@@ -109,13 +110,14 @@ class Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
 
         - `chunks` is the number of iterations. If it is omitted, each index is one iteration.
-        - `chunking` is `by_shard` (a chunk is one rank's shard or a part of it) or `across_shards` (a slice of every shard).
-        - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put, broadcast, reduce or all_gather.
+        - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
+        - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
         The compiler chooses `chunking` and `algorithm` if they are omitted. In loops by shard, ranks exchange shards in the order of ring
         collectives (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
 
-        Raises ProgramError if the tensor is an input, a result of a function or already streamed, or if its op needs the whole dim at once.
+        Raises ProgramError if an argument is invalid, or if no loop can compute the tensor: an input, a result of a function, an already
+        streamed tensor, or a tensor whose op needs the whole dim at once.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
@@ -158,17 +160,11 @@ class Tensor:
         return indexed(self, with_ints(key))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Iterates over the first dim.
-
-        Raises ProgramError if the size of this dim is not an int.
-        """
+        """Iterates over the first dim, whose size must be an int."""
         return map(self.__getitem__, range(self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")))
 
     def __len__(self) -> int:
-        """Size of the first dim.
-
-        Raises ProgramError if the size is not an int.
-        """
+        """Size of the first dim, which must be an int."""
         return self._first_extent("len", "use x.shape[0], its name")
 
     def _first_extent(self, what: str, remedy: str) -> int:
@@ -181,7 +177,7 @@ class Tensor:
 
     __delitem__ = __setitem__
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attribute
+    if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):  # libraries probe for such names and expect AttributeError
@@ -249,10 +245,9 @@ class Tensor:
 
 
 class _Trace:
-    """Values of one function that is being traced. During tracing, values are named by consecutive numbers.
+    """Values of one function that is being traced. During tracing, their names are consecutive numbers.
 
-    `functions` maps the functions that the fusion calls to traced fusions, or to None while they are traced. `sources` has the
-    fusion's user kernels by name.
+    `functions` maps each called function to its fusion, or to None while it is being traced. `sources` has the user kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -261,13 +256,12 @@ class _Trace:
         self.functions = {} if functions is None else functions
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # tensors that the user named
-        self.frames: dict[FrameType, int] = {}  # user's frame -> number of values when the frame was first seen
+        self.frames: dict[FrameType, int] = {}  # user's frame -> number of values before the frame
         self.types: dict[str, TensorType] = {}
         self.is_traced = False
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names of the sizes that the inputs determine."""
         inputs = (tensor.type for tensor in self.tensors.values() if not tensor._op)
         return frozenset(name for type in inputs for size in type.shape for name in size.symbols)
 
@@ -280,10 +274,7 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` contains the tensors among the operands, and possibly another tensor of the trace.
-
-        Raises ProgramError if the tensors belong to other fusions, or if their types do not match.
-        """
+        """Adds an op, and returns its result. `known` contains the tensors among the operands, and possibly another tensor of the trace."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
@@ -318,7 +309,7 @@ class _Trace:
         return returned
 
     def look_at_variables(self) -> None:
-        """Names tensors after the user's variables, in all active functions of the user."""
+        """Names tensors after the variables of all active functions of the user."""
         frames, frame = list[FrameType](), sys._getframe(1)
         while frame.f_back is not None and frame.f_code is not self.call.__code__:
             frames += [] if is_of_package(frame) else [frame]
@@ -328,8 +319,8 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after variables of the frames, by default of all recorded frames, from outer to inner ones. Frames of functions
-        that have returned still have their variables. Tensors that existed before a frame are its arguments, and keep their names."""
+        """Names tensors after variables of the frames, by default of all recorded frames. Frames of returned functions still have their
+        variables. A tensor from before a frame keeps its name, because it is an argument."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]
@@ -351,7 +342,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts an int to a float if the tensor operands are floats. Subclasses of int and float, as in NumPy, become plain numbers."""
+    """Converts an int to a float if the last tensor operand is a float. Subclasses of int and float become plain numbers."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):
@@ -360,10 +351,7 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """Resolves the mesh of a type in a program on mesh `program`. The program's own mesh becomes None.
-
-    Raises ProgramError if the type's mesh is not part of the program's mesh.
-    """
+    """Resolves the mesh of a type in a program on mesh `program`. The program's own mesh becomes None."""
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:

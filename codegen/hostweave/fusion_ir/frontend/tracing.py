@@ -31,14 +31,14 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     - `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A parameter `**weights` receives the
       inputs that are not named parameters.
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
-    - `donate` names inputs whose memory a result reuses. After a call, the caller's array holds that result. The result must have the
-      input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has that shape, a result with
-      the dims in another order is chosen. If several results match, tracing raises ProgramError; use `donate={"m": 1}` to choose result 1,
-      which need not be computed from m.
+    - `donate` names inputs whose memory a result reuses. After a call, the caller's array has the contents of this result. The result must
+      have the input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has the input's shape,
+      one with the dims in another order is chosen. If several results match, use `donate={"m": 1}` to choose result 1, which need not be
+      computed from m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
 
-    Raises ProgramError, with the location in the function, if types of operands do not match or an input cannot be donated.
+    Raises ProgramError if the function cannot be traced. The message names the line.
 
     Example:
 
@@ -64,10 +64,7 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
 def traced(
     function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
 ) -> Fusion:
-    """Traces a function. `word` is "fusion" or "function", for errors.
-
-    Raises ProgramError if the parameters, results or donated inputs are not valid.
-    """
+    """Traces a function. `word` is "fusion" or "function"."""
     name = name_of(function) or "program"
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
@@ -80,7 +77,7 @@ def traced(
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
-    for result, into in zip(outputs, donated or repeat(""), strict=False):  # a variable's name takes precedence over the input's name
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # variables take precedence over the donated input
         if result._name is None and into and (shared[result._variable] > 1 or not result._variable):
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
@@ -97,16 +94,14 @@ def traced(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Name of the function in generated code; functools.partial is unwrapped. "" for lambdas and objects."""
+    """Name of the function in generated code, or "" for a lambda or an object. functools.partial is unwrapped."""
     name = str(getattr(getattr(function, "func", function), "__name__", ""))
     return name if name.isidentifier() and name.isascii() else ""
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
-    """Names of the inputs in order: the function's parameters, then the keyword arguments of its `**weights`, in the given order.
-
-    A parameter that has a default and no type is not an input; the function uses the default.
-    """
+    """Names of the inputs in order: the function's parameters, then the inputs for its `**weights`. A parameter with a default and no type
+    is not an input."""
     here = f"{word} @{name_of(function) or 'program'}"
     try:
         declared = inspect.signature(function).parameters.values()
@@ -138,7 +133,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copies results that are inputs or that are returned twice, so that a separate op computes each result."""
+    """Copies results that are inputs or returned twice, so that a separate op computes each result."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -172,10 +167,11 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
     """Decorator for a function that is traced and compiled once and called any number of times, such as a layer of a model.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
-    argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`.
-    A donated argument that is used after the call is copied first.
+    argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`. A
+    donated argument that is used after the call is copied first.
 
-    Raises ProgramError if the function has no name or no parameters, or if the type of a parameter is missing.
+    Raises ProgramError if the function cannot be traced, at its first call in a fusion, or if names and types of its parameters are not
+    valid.
 
     Example:
 
@@ -190,10 +186,8 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
 
 class Function:
-    """A function of tensors that fusions and other functions can call. `hw.block` creates it.
-
-    Each fusion that calls the function traces it once. The function becomes one function of the generated program.
-    """
+    """A function of tensors that fusions and other functions can call, created by `hw.block`. It becomes one function of each program that
+    calls it."""
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
         self.name, self._donate = name_of(function), donate
@@ -211,12 +205,8 @@ class Function:
         return f"<hostweave function {self.name}>"
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
-        """Calls the function. Returns a tensor, or a tuple of tensors.
-
-        If an argument has another sharding, it is resharded.
-
-        Raises ProgramError if sizes or dtypes differ from the declared ones.
-        """
+        """Calls the function. Returns a tensor, or a tuple of tensors. An argument with another sharding than the parameter is
+        resharded."""
         tensors = self._bound(arguments, named)
         made = self._traced(tensors[0]._trace)
         result = record("call", *tensors, callee=made)
@@ -263,11 +253,9 @@ class Function:
 
 
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
-    """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand. A number makes repeated
-    names unique.
+    """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
 
-    In `return hw.reshard(loss)`, the output gets the name `loss`, and its operand is named `loss_before`, unless other ops also read the
-    operand.
+    In `return hw.reshard(loss)`, the output gets the name `loss`. The operand becomes `loss_before` if no other op reads it.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -288,17 +276,17 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[
 
 
 class _Names:
-    """Names of values, keyed by the values' numbers. Names that the user gave take precedence."""
+    """Names of values by their numbers."""
 
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that the user named, such as weights, and results that only move elements of these
-        self.subjects: dict[str, str] = {}  # value with a derived name -> name of the operand in this name
-        self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value that first had these elements
+        self.given = set(given)  # values that the user named, such as weights, and results that only move their elements
+        self.subjects: dict[str, str] = {}  # value with a derived name -> operand's name in it
+        self.sources: dict[str, str] = {}  # result that only moves elements -> name of the value that was moved first
 
     def claim(self, number: str, wanted: str) -> None:
-        """Names a value `wanted`, followed by a number if another value has this name. Does nothing if the value already has a name."""
+        """Names a value `wanted`, with a number if that name is taken. Does nothing if the value has a name."""
         while number not in self.of:
             self.counts[wanted] = self.counts.get(wanted, 0) + 1
             name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"
@@ -307,13 +295,13 @@ class _Names:
                 self.taken.add(name)
 
     def derive(self, number: str, op: Op, word: str | None) -> None:
-        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`. `word` replaces the op's name, if given."""
+        """Names a value after its op (or `word`) and an operand: `matmul_wq`, `matmul_wq_transposed`."""
         moved = _movement(op)
         if moved and op.tensors[0] in self.given:
             self.given.add(number)
         if number in self.of:
             return
-        # The most distinctive operand comes first: the weight of a matmul.
+        # the weight of a matmul comes first, because it is the most distinctive operand
         weights = [operand for operand in op.tensors[1::-1] if operand in self.given and OPS[op.kind].is_product]
         names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
         self.subjects[number] = next(filter(None, names), "")
@@ -327,7 +315,7 @@ class _Names:
 
 
 def _movement(op: Op) -> str:
-    """Word for an op that only moves elements. "" for an op that computes."""
+    """Word for an op that only moves or casts elements, otherwise ""."""
     if op.kind == "output":
         return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
     if op.kind == "select":

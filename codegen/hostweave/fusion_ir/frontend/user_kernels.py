@@ -19,7 +19,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 MAX_BLOCK = 1024  # largest number of threads in a block
 
-# C++ element types that pointers to a dtype may have.
+# C++ element types that a kernel may use for each dtype.
 POINTERS = {
     "f64": ("double",),
     "f32": ("float",),
@@ -59,9 +59,9 @@ def kernel(
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
 
-    A tensor keeps the sharding that a spec or `reshard` states. Any other tensor is gathered first. `grid` is the number of elements: a
-    dim, or the product of several dims. Each thread block has `block` threads and handles `per` elements, so `ceil(grid / per)` thread
-    blocks are launched.
+    A tensor keeps a sharding that the type of an input or `reshard` states. Any other tensor is gathered first. `grid` is the number of
+    elements: a dim, or the product of several dims. Each thread block has `block` threads and handles `per` elements, so `ceil(grid / per)`
+    thread blocks are launched.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but
@@ -69,7 +69,7 @@ def kernel(
 
     Returns a tensor, or a tuple for several outputs.
 
-    Raises ProgramError if the source has no such function, or its parameters do not fit the arguments.
+    Raises ProgramError if the source cannot be read, has no such function, or if an argument does not fit.
 
     Example:
 
@@ -111,7 +111,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """Lines of a source, and the location of the first line. The location of a text is its line in the user's file, or the call's line."""
+    """Lines of a source, and the location of the first line. A text that is not in the user's file has the location of the call."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

@@ -1,4 +1,4 @@
-"""Table of the fusion IR's ops, collected from the modules of this package, and functions that look up facts in it."""
+"""The table of the fusion IR's ops, and functions that look up facts in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,10 +30,8 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Types of all operands. A Python number has no dims, and the dtype of the last tensor operand.
-
-    Raises ProgramError if no operand is a tensor, or if a number does not fit the dtype.
-    """
+    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if the dtype cannot
+    represent the number."""
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
         return ()
@@ -49,7 +47,7 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if the dtype can represent a Python number. A float needs a float dtype, a bool needs bool, and an int must be in range."""
+    """True if the dtype can represent a Python number: bool a bool, a float dtype a float or an int, and an int dtype an int in range."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":
@@ -59,10 +57,7 @@ def fits(number: Scalar, dtype: DType) -> bool:
 
 
 def infer_type(op: Op, operands: Types) -> TensorType:
-    """Type of the result, without sharding, on the mesh of the operands.
-
-    Raises ProgramError at the op's location if the operands are not valid.
-    """
+    """Type of the result without sharding. Raises ProgramError if the operands are not valid."""
     try:
         derived, mesh = OPS[op.kind].infer(operands, op), _common_mesh(op, operands)
     except Mismatch as mismatch:
@@ -71,7 +66,8 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of an op's result. Reshards to another mesh state the mesh, and so do functions. Other results are on the operands' mesh."""
+    """Mesh of an op's result. Functions and reshards state the mesh, and so do ops without operands. Other results are on the operands'
+    mesh."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
@@ -100,12 +96,11 @@ def communicates(op: Op) -> bool:
 
 
 def index_map(op: Op, operands: Types) -> IndexMap:
-    """Iteration index of each dim of the operands and of the result."""
     return OPS[op.kind].map(operands, op)
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """Participle that says why a chunk loop cannot iterate over a dim of the result, such as "reduced". "" if a loop can."""
+    """Participle that says why a chunk loop cannot iterate over a dim of the result, such as "joined". "" if a loop can."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

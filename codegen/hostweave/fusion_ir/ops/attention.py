@@ -1,16 +1,16 @@
 """Scaled dot-product attention, its log-sum-exps, and its gradients.
 
-If `attention` and `attention_lse` have the same operands and attributes, they are lowered to one instruction. The matrix of scores is never
-materialised. Optional operands follow the required ones:
+An `attention` and an `attention_lse` with the same queries, keys and attributes are lowered to one instruction. The matrix of scores is
+never materialised. Optional operands follow the required operands:
 
 - lengths, the number of valid keys per batch;
 - the bias of the scores, if the attribute `bias` is set;
-- the offsets of packed sequences, if the attribute `packed` is set: the start of each sequence, and the end of the last one. A row sees
-  only keys of its sequence.
+- the offsets of packed sequences, if the attribute `packed` is set: the start of each sequence, and the end of the last sequence. A row
+  sees only keys of its sequence.
 
-With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last block may be short or
-empty. The result has an additional first dim, the block, which is sharded like the keys. Lengths then count the valid keys of each block.
-If a row sees no key of a block, the block's result for this row is 0, and its log-sum-exp is -inf.
+With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last blocks may be short or
+empty. The result has an additional first dim, the block, which is sharded like the keys. Lengths have this dim too, and count the valid
+keys of each block. If a row sees no key of a block, the block's result for this row is 0, and its log-sum-exp is -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ from hostweave.types.zigzag import order_of_pieces
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
-LEAST_SCORE = -1e30  # least number that is subtracted from a row of scores, so that a row with only -inf gives no NaN
-# the diagonal of a causal mask begins at the first row and column, or ends at the last
+LEAST_SCORE = -1e30  # lower bound of the number subtracted from a row of scores, so that a row with only -inf gives no NaN
+# the diagonal of a causal mask begins at the first row and column, or ends at the last row and column
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
@@ -38,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Entries of `operands` for the op's lengths, bias and offsets, keyed by these words. `operands` has one entry per operand."""
+    """Entries of `operands`, a sequence with one entry per operand, by the words lengths, bias and offsets."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -91,7 +91,7 @@ def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, Tenso
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
-    """The dim of key blocks, as a tuple of one size. Empty if there are no blocks."""
+    """Number of blocks of keys as a tuple of one size, or an empty tuple."""
     count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
     if count < 0:
         raise Mismatch(f"blocks={count} is not a number of blocks of keys; write 1 or more, or leave it out")
@@ -127,10 +127,9 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Dims that ranks can split: batch, heads, rows of the queries, and the last dim of the values. Keys can be split only into blocks.
+    """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values. Keys can be split only into blocks.
 
-    Only the blocks can be a loop dim: a mask depends on the positions of rows, and several query heads share a key head. With packed
-    sequences, rows cannot be split.
+    Loops can iterate only over blocks, because masks depend on positions of rows, and query heads may share a key head.
     """
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
@@ -155,11 +154,8 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. The bias is added to the scores.
-
-    With `from_end`, the number of valid columns is added to the diagonal. If `reversed` is not 0, the rows are stored as this many blocks,
-    the last block first.
-    """
+    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. With `from_end`, the number of
+    valid columns is added to the diagonal. If `reversed` is not 0, the rows are stored as this many blocks, the last block first."""
 
     diagonal: int | None = None
     window: int = 0
@@ -192,7 +188,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
         distance = rows + masks.diagonal + (ends if masks.from_end else 0) - columns
         hidden = hidden | (distance < 0) | ((distance >= masks.window) if masks.window else False)
     if masks.offsets is not None:
-        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # for each token, the number of sequences that have begun
+        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # number of sequences that have begun at each token
         in_one = (begun > 0) & (begun < masks.offsets.shape[-1])
         apart = (begun[..., :, None] != begun[..., None, :]) | ~in_one[..., None, :]
         hidden = hidden | apart[..., None, :, :]
@@ -200,7 +196,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """NumPy function of an op: calls `compute` with the operands and masks, and returns its result at `index`."""
+    """NumPy function of an op: the result of `compute` at `index`."""
 
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
@@ -254,7 +250,6 @@ def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Mask
 
 
 def _summed_like(np: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """Sums a broadcast array back to `shape`."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.sum(x, axis=tuple(dim for dim, size in enumerate(shape) if size == 1), keepdims=True)
 
@@ -272,11 +267,8 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients. Gradients of keys and values are sums over rows, and over the query heads that share a key head. Query heads
-    that share a key head are on one rank.
-
-    The gradient of a bias is a sum over the dims that the bias lacks or that have size 1.
-    """
+    """Index map of gradients. Gradients of keys and values are sums over rows. The gradient of a bias is a sum over dims along which it
+    broadcasts."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)
@@ -292,7 +284,7 @@ MAX_HEAD = KERNEL_HEADS[-1]
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
-    """Reason why attention must be composed of several ops, with the scores in memory. "" if it can be one op."""
+    """Reason why attention must be composed of several ops, or ""."""
     if query.dtype.name not in DTYPES:
         return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
@@ -306,7 +298,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """True if CUDA may need kernels of this package, because cuDNN does not support the op for some values of its symbolic sizes."""
+    """True if CUDA may need kernels of this package, because cuDNN does not support the op, at least for some sizes."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
     at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))

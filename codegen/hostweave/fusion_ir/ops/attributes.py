@@ -1,4 +1,4 @@
-"""Attributes of ops: name in the text, and type. For type checkers, `op[AXIS]` is an int."""
+"""Attributes of ops: name in the text, and type."""
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
 from hostweave.types.blocks import Transfer
@@ -8,7 +8,7 @@ AXIS = Attribute("axis", int)
 AXES = Attribute[tuple[int, ...]]("axis", tuple)
 KEEPDIMS = Attribute("keepdims", bool, False)
 ORDER = Attribute[tuple[int, ...]]("axes", tuple)
-DESCENDING, FIRST = Attribute("descending", bool, False), Attribute("first", int, 0)  # number of elements to keep; 0: all
+DESCENDING, FIRST = Attribute("descending", bool, False), Attribute("first", int, 0)  # number of elements to keep per row; 0: all
 INDEX = Attribute("index", int)
 GROUPS = Attribute("groups", int, 0)
 CONTRACTED = Attribute("contracted", int, 1)
@@ -16,18 +16,18 @@ START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
 OFFSET = Attribute("offset", Size, Size(0))  # first element of an iota
 COUNT = Attribute("count", Size, Size(0))  # divisor of a mean; 0: the number of reduced elements
-DEPTH = Attribute("depth", Size, Size(0))  # number of calls of a repeat, and of tensors in a stacked result; 0: the result is one tensor
+DEPTH = Attribute("depth", Size, Size(0))  # number of calls of a repeat, and of tensors in a stacked result; 0: not stacked
 _NONE: tuple[int, ...] = ()
-EACH = Attribute[tuple[int, ...]]("each", tuple, _NONE)  # operands that read a different tensor of a stack or group in each call
+EACH = Attribute[tuple[int, ...]]("each", tuple, _NONE)  # operands that read tensor i of a stack or group in call i
 CARRIED, RETURNED = Attribute[tuple[int, ...]]("carried", tuple, _NONE), Attribute[tuple[int, ...]]("returned", tuple, _NONE)
 LAGGED = Attribute[tuple[int, ...]]("lagged", tuple, _NONE)  # operands that read tensor i - 1 of a stack or group in call i
 BACKWARD = Attribute("backward", bool, False)  # calls run from the last tensors of stacks and groups to the first
 VALUE = Attribute("value", float, 0.0)  # an int for integer dtypes, because floats cannot represent all ints
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
 HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, False)  # attention has a bias, or offsets
-KEY_BLOCKS = Attribute("blocks", int, 0)  # number of key blocks, each with a separate result; 0: one result over all keys
-PIECES = Attribute("pieces", int, 0)  # number of pieces of rows and of keys, in the order of the ranks that hold them; 0: plain order
-REVERSED = Attribute("reversed", int, 0)  # number of blocks of rows, one per rank, in reverse order; 0: plain order
+KEY_BLOCKS = Attribute("blocks", int, 0)  # number of blocks of keys, each with a separate result; 0: one result over all keys
+PIECES = Attribute("pieces", int, 0)  # rows and keys are this many pieces in zigzag order; 0: plain order
+REVERSED = Attribute("reversed", int, 0)  # rows are this many blocks, the last block first; 0: plain order
 HALVES = Attribute("halves", int)
 COMPOSED = Attribute("composed", str, "")  # reason, one of LACKING, why cuBLASLt cannot compute a scaled matmul; "" if it can
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)

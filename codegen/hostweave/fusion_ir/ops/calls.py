@@ -26,29 +26,25 @@ def _call(types: Types, op: Op) -> TensorType:
 
 
 def stacked(type: TensorType, depth: Size) -> TensorType:
-    """Type of the stack of `depth` tensors along a new first dim."""
     return replace(type, dims=(Dim(depth), *type.dims))
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Maps each carried operand of a repeat to the index of the previous call's result that it reads."""
+    """Carried operand of a repeat -> index of the previous call's result that it reads."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Maps each lagged operand of a repeat to the operand that replaces it in call 0."""
+    """Lagged operand of a repeat -> operand that replaces it in call 0."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of the result at `index` of a call or a repeat.
-
-    After the results of the function, a repeat has a stack for each operand, then a stack for each result. A stack has the values of all
-    calls.
-    """
+    """Type of the result at `index` of a call or a repeat. After the results of the function, a repeat has a stack of the values of each
+    operand, then of each result."""
     assert op.callee is not None
     types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])

@@ -1,9 +1,9 @@
-"""Grouped matmuls: products of groups of rows with one matrix per group. The bounds of the groups are data.
+"""Grouped matmuls: products of groups of rows with one matrix per group.
 
-All operands may have a leading batch dim: each batch has separate groups and matrices. The rows may be common to all batches.
+Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must not overlap. If the rows are sharded, a rank has a
+part of each group, and ignores the rows of other ranks. If the groups are sharded, a rank has some of the groups.
 
-Group e consists of rows `starts[e]` to `ends[e]` - 1. Rows of a group that the operands lack are ignored. Groups do not overlap. If the
-rows are sharded, a rank holds a part of each group. If the groups are sharded, a rank holds some of the groups.
+All operands may have a leading batch dim. Each batch has separate groups and matrices. The rows may be common to all batches.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ def _of_outer(types: Types, op: Op) -> IndexMap:
 
 
 def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, int]]:
-    """Local row range of each group. `first` is the global index of the rank's first row.
-
-    Raises IndexError if groups overlap.
-    """
+    """Local row range of each group. `first` is the global index of the rank's first row."""
     found, last = [], 0
     for start, end in ((int(starts[e]), int(ends[e])) for e in range(len(starts))):
         if start < end and start < last:

@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-For each indexed dim, an op has an operand `rows`: the global indices that the rank holds. The op accesses only these indices, so the dim
-may be sharded. At other indices a `take` reads zeros, and a `scatter` writes nothing.
+An op that reads or writes at indices has an operand `rows` for each indexed dim: the global indices that the rank holds. The dim may be
+sharded: at other indices, `take` reads zeros, and other ops write nothing.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
 
 
 def _rows(rows: TensorType, size: Size | None = None) -> Size:
-    """Size of an indexed dim. Raises Mismatch if `rows` is not a vector of i64 with this size."""
+    """Size of an indexed dim. Checks that `rows` is a vector of i64, with `size` elements if given."""
     if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
         raise Mismatch(f"{rows} are not the {'indices of a dim' if size is None else size} as i64; use iota")
     return rows.shape[0]
@@ -192,8 +192,7 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Index map of scatters. The result is sharded like x. The source may be sharded along the indexed dim only for scatter_sum: each rank
-    then adds its shard, and the result is a partial sum."""
+    """Index map of scatters. If scatter_sum has a source that is sharded along the indexed dim, each rank adds its shard."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)
@@ -229,7 +228,7 @@ def _update(types: Types, op: Op) -> TensorType:
 
 
 def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
-    """NumPy reference of dynamic_update_slice on local rows. If starts have dims, each batch is updated at a separate position."""
+    """NumPy reference of dynamic_update_slice on local rows. Starts with dims give each batch a separate position."""
     if any(np.ndim(start) for start in places[::2]):
 
         def of(index: int) -> list[Any]:
@@ -247,8 +246,7 @@ def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) 
 
 
 def _written(types: Types, op: Op) -> IndexMap:
-    """Index map of dynamic_update_slice. A dim with a start may be sharded: each rank writes the elements that it holds, and needs the
-    whole update along that dim."""
+    """Index map of dynamic_update_slice. If a dim with a start is sharded, a rank still needs the whole update along this dim."""
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))

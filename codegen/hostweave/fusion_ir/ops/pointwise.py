@@ -40,7 +40,7 @@ _EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
-    """Type rule: all operands have the same dtype, of one of these `kinds` (any if empty). The result has that dtype, or is bool."""
+    """Type rule: all operands have one dtype, of one of `kinds` (any if empty). The result has this dtype, or is bool."""
 
     def infer(types: Types, op: Op) -> TensorType:
         dtype = same_dtype(types)
@@ -54,7 +54,7 @@ def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
 def _unary(
     kind: str, doc: str, cpp: str, numpy: Callable[..., Any] | None = None, *, kinds: tuple[str, ...] = FLOATS, **facts: Any
 ) -> Unary:
-    """Defines a unary op and its public function. `numpy` may be omitted if NumPy's function has the same name."""
+    """Defines a unary op and its public function. `numpy` is by default NumPy's function of the same name."""
     computed = numpy or (lambda np, x: getattr(np, kind)(x))
     OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, computed, cpp=cpp, is_public=True, **facts)
 
@@ -70,7 +70,7 @@ def _unary(
 
 
 def _rounding(kind: str, doc: str, function: str) -> Unary:
-    """Defines a rounding op. `function` is the C function. Ints do not change."""
+    """Defines a rounding op by a C function. Ints do not change."""
 
     def rounded(np: Any, x: Any) -> Any:
         return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
@@ -85,7 +85,7 @@ def _binary(
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:
-        with np.errstate(divide="ignore"):  # division by 0 is not an error: ints give 0
+        with np.errstate(divide="ignore"):  # division of ints by 0 gives 0
             return getattr(np, numpy or kind)(a, b)
 
     OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)
@@ -104,7 +104,7 @@ def _binary(
 
 
 def _of_float(function: Callable[[float], float]) -> Callable[..., Any]:
-    """NumPy function that applies a function of one float to each element."""
+    """NumPy function that applies `function` to each element."""
     return lambda np, x: np.vectorize(function, otypes=[np.float64])(x)
 
 
@@ -310,8 +310,7 @@ def _philox(types: Types, op: Op) -> TensorType:
 def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any:
     """Uniform numbers in [0, 1), multiples of 2^-24, from the first output word of Philox with counter (i, j, k, m) and key (seed, draw).
 
-    Philox 4x32-10 is a counter-based generator (Salmon et al., 2011). A number depends only on the counter, which is the global index, and
-    on the key.
+    Source: Philox 4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
     c0, c1, c2, c3, k0, k1 = (np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw))
     for _ in range(10):

@@ -93,9 +93,9 @@ def _reduction(
 
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (
-        f"{doc}\n\nReduces over `axis`, an int, a dim name or a tuple of them, by default all dims. With `keepdims`\n"
-        f"the reduced dims stay, with one element. The dtype is that of x. If a reduced dim is sharded, each rank reduces its shard,\n"
-        f"and a collective combines the results. Raises ProgramError if the op has no meaning for the dtype of x, and for dims that x\n"
+        f"{doc}\n\nReduces over `axis`: an int, the name of a dim, or a tuple of these, by default all dims. With `keepdims`\n"
+        f"the reduced dims are kept, with one element. The dtype is that of x. If a reduced dim is sharded, each rank reduces its shard,\n"
+        f"and a collective combines the results. Raises ProgramError if the op is not defined for the dtype of x, and for dims that x\n"
         f"does not have.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
@@ -110,7 +110,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
-    """Result of max (`sign` = -1) or min (`sign` = 1) over no elements. A rank may hold no elements of a sharded dim."""
+    """Result of max (`sign` = -1) or min (`sign` = 1) over no elements, because a rank may hold no elements of a sharded dim."""
     if x.dtype.kind == "b":
         return sign > 0
     if x.dtype.kind in "iu":
@@ -123,14 +123,14 @@ def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count:
 
 
 def as_term(op: Op, x: TensorType) -> Op:
-    """Rewrites a mean as a sum divided by the global number of elements, so that the results of ranks are terms of a sum."""
+    """Makes a mean divide by the global number of elements, so that the results of ranks are terms of a sum. Other ops do not change."""
     if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
         return op
     return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
 
 
 def is_one_element(op: Op, x: Sequence[Size]) -> bool:
-    """True if the reduction only removes dims of one element from an operand of this shape, and keeps the values."""
+    """True if the op is a reduction over dims of one element of shape `x` that keeps the values."""
     combine = OPS[op.kind].combine
     is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
     return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
@@ -175,7 +175,7 @@ def _matmul(types: Types, op: Op) -> TensorType:
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
-    """Remedy for a matmul whose inner dims differ: transpose one operand."""
+    """Remedy for a matmul whose inner dims differ."""
     if a.shape[-1] == b.shape[-1]:
         return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:
@@ -191,7 +191,7 @@ def why_no_product(dtype: DType) -> str:
 
 
 def widens(operands: DType, result: DType) -> bool:
-    """True if a matmul of these dtypes multiplies 16-bit floats and returns the f32 sums without rounding."""
+    """True if the matmul multiplies 16-bit floats, and returns the f32 sums unrounded."""
     return result == f32 and operands.name in ("f16", "bf16")
 
 

@@ -59,7 +59,7 @@ def _reshard_step(types: Types, op: Op) -> TensorType:
 
 
 def _step(kind: str, *attributes: Attribute[Any], **facts: Any) -> None:
-    """Defines a reshard step. `target` is "sharding" if the attributes do not determine the sharding of the result."""
+    """Defines a step of reshards."""
     OPS[kind] = OpDef(1, _reshard_step, elementwise, lambda np, x, **_: x, attributes, is_reshard_step=True, **facts)
 
 
@@ -73,7 +73,7 @@ OPS["collective_permute"] = OpDef(
     linear="first",
     makes="permuted",
 )
-# The op `renumber` converts zigzag to rank order, or back. No rank moves elements: only the numbering of blocks changes.
+# The op `renumber` converts zigzag to rank order, or back. No elements move: only the numbering of blocks changes.
 OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_renumbered, is_view=True, makes="renumbered")
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")

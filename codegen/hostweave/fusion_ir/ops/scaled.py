@@ -1,4 +1,4 @@
-"""Scaled matmul: the product of two matrices of 8-bit floats, each with scales, as in torch._scaled_mm."""
+"""Scaled matmul: the product of two matrices of 8-bit floats with scales, as in torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BLOCK = 128  # size of a block along each of its dims
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
-# Reasons why cuBLASLt cannot compute a scaled matmul: no support of the scales on this machine, both operands are f8e5m2, or K or N
-# is not a multiple of STEP.
+# Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or K or N is no multiple of
+# STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of STEP
 
 
 def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b: SymbolicShape) -> str:
-    """Kind of scaling: one of SCALINGS, or "". `scale_a` is [rows, inner] for a [M, K], and `scale_b` is [inner, columns] for b [K, N]."""
+    """Kind of scaling for matrices and scales of these shapes: one of SCALINGS, or "" if the shapes do not fit."""
     (m, k), (_, n) = a, b
     if scale_a == (m, ONE) and scale_b == (ONE, n):
         return ROW
@@ -32,7 +32,7 @@ def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b:
 
 
 def is_composed(op: Op) -> bool:
-    """True for a scaled matmul that will be composed of casts, a matmul and multiplications, because cuBLASLt does not support it."""
+    """True for a scaled matmul that is composed of other ops, because cuBLASLt does not support it."""
     return op.kind == "scaled_matmul" and bool(op[COMPOSED])
 
 
@@ -62,10 +62,8 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims. Labels of dims with block scales are in `outer`.
-
-    A dim of a single block has no label, because ranks cannot split a block.
-    """
+    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of the dims that it covers. Dims with block scales are in `outer`. A dim
+    of a single block has no label, because ranks cannot split a block."""
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
         (label, of, have)
@@ -85,14 +83,14 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 
 def scaled(x: Any, scale: Any) -> Any:
-    """Multiplies x [R, C] by scale [r, c]. Each element of the scale multiplies a block of R/r x C/c elements."""
+    """Multiplies x [R, C] by scale [r, c], of which each element covers R/r x C/c elements of x."""
     (rows, columns), (r, c) = x.shape, scale.shape
     blocks = x.reshape(r, rows // max(r, 1), c, columns // max(c, 1)) * scale.reshape(r, 1, c, 1)
     return blocks.reshape(rows, columns)
 
 
 def multiplied(np: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-    """NumPy reference. The 8-bit floats have been converted to a wider dtype."""
+    """NumPy reference for operands in a wider dtype."""
     return np.matmul(scaled(a, scale_a), scaled(b, scale_b))
 
 

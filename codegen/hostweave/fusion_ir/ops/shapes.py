@@ -75,7 +75,7 @@ def _slice(types: Types, op: Op) -> TensorType:
 
 
 def _end(start: int, taken: int, step: int) -> int:
-    """End index of a slice, exclusive. Equals the start if the slice is empty, such as x[1:] of one element."""
+    """Exclusive end index of a slice. Equals the start if the slice is empty."""
     return start + (taken - 1) * step + 1 if taken else start
 
 
@@ -120,8 +120,7 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """Index map of a reshape. An unchanged dim keeps its label. If dims are split or merged, the outermost dim before and the outermost dim
-    after share a label in `outer`."""
+    """Index map of a reshape. An unchanged dim keeps its label. The outermost dims of a split or merge share a label in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
@@ -134,11 +133,9 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes for the result's dims such that a reshape moves no element to another rank: [8@y,x] becomes [2@y, 4@x]. None if no such
-    axes exist.
-
-    In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every earlier dim.
-    """
+    """Mesh axes for the result of a reshape with which no element moves to another rank: [8@y,x] becomes [2@y, 4@x]. None if there are no
+    such axes. In each of the two shapes, the last sharded dim must be split evenly, and each rank must hold a single index of every earlier
+    dim."""
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
     for left, right in groups(x.shape, shape):
@@ -178,7 +175,7 @@ def _cut(types: Types, op: Op) -> IndexMap:
 
 
 def _joined(types: Types, op: Op) -> IndexMap:
-    """Index map of concat and pad. The dim that is joined and the dims that are padded have no label."""
+    """Index map of concat and pad. Joined and padded dims have no label."""
     axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
     labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
     return IndexMap((labels,) * len(types), labels)
