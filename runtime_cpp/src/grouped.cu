@@ -17,10 +17,10 @@ extern __shared__ char dynamic_shared[];
     __shared__ alignas(128) T shared[Product::kStage * Product::kStages];                              \
     multiply_rows_of_groups<T, Product>(p, shared);                                                    \
   }
-#define HW_BY_WARPGROUPS(name, T, kOuter, kTransposed)                                              \
+#define HW_BY_WARPGROUPS(name, T, operands)                                                         \
   __global__ void __launch_bounds__(kWarpgroupThreads, 1)                                           \
       name(const __grid_constant__ GroupedProblem p, const __grid_constant__ GroupedMaps maps, T) { \
-    multiply_groups_by_warpgroups<T, kOuter, kTransposed>(p, maps, dynamic_shared);                 \
+    multiply_groups_by_warpgroups<T, Operands::operands>(p, maps, dynamic_shared);                  \
   }
 #define HW_GROUPED_PLAIN(T) \
   __global__ void __launch_bounds__(kGroupedThreads) multiply_groups_plain(GroupedProblem p, T) { multiply_groups_plain<T>(p); }
@@ -55,17 +55,21 @@ HW_GROUPED_OUTER(bf16)
 
 HW_GROUPED_OUTER(f16)
 
-HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, bf16, false, false)
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, bf16, matrices)
 
-HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, bf16, false, true)
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, bf16, transposed_matrices)
 
-HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, bf16, true, false)
+HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, bf16, rows)
 
-HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, f16, false, false)
+HW_BY_WARPGROUPS(multiply_few_rows_of_groups_by_warpgroups, bf16, few_rows)
 
-HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, f16, false, true)
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, f16, matrices)
 
-HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, f16, true, false)
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, f16, transposed_matrices)
+
+HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, f16, rows)
+
+HW_BY_WARPGROUPS(multiply_few_rows_of_groups_by_warpgroups, f16, few_rows)
 
 HW_GROUPED_PLAIN(float)
 

@@ -23,7 +23,8 @@ namespace hw {
   HW_GROUPED(multiply_rows_of_groups, T)                        \
   HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, T)            \
   HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, T) \
-  HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, T)
+  HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, T)    \
+  HW_BY_WARPGROUPS(multiply_few_rows_of_groups_by_warpgroups, T)
 HW_ALL_GROUPED(bf16)
 HW_ALL_GROUPED(f16)
 HW_GROUPED(multiply_groups_plain, float)
@@ -59,6 +60,9 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
   return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
 }
 
+// True if a product that sums over the rows of groups has few terms per group on average.
+bool has_few_rows(const GroupedProblem& p) { return p.outer && p.rows <= kFewRowsOfGroup * p.groups; }
+
 // Returns the kernel for warpgroups. Returns null if it cannot compute the problem or is slower than other kernels. Tensor maps
 // need aligned arrays that are not empty.
 template <class T>
@@ -72,8 +76,9 @@ WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
     const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= multiprocessors();
     if (!p.outer && ceil_div(p.rows, p.groups) <= kTileRows[0] && !fills_gpu) return nullptr;
     static constexpr WarpgroupKernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
-                                                      multiply_rows_of_groups_by_warpgroups};
-    return kKernels[p.outer ? 2 : p.transposed];
+                                                      multiply_rows_of_groups_by_warpgroups,
+                                                      multiply_few_rows_of_groups_by_warpgroups};
+    return kKernels[p.outer ? 2 + has_few_rows(p) : p.transposed];
   }
   return nullptr;
 }
@@ -118,11 +123,12 @@ cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t ro
 template <class T>
 cudaError_t set_maps(GroupedMaps& maps, const GroupedProblem& p) {
   const int64_t matrices = p.outer ? 1 : p.groups, depth = p.outer ? p.rows : p.depth;  // sizes of the other operand
+  const uint32_t box_rows = has_few_rows(p) ? kFewBoxRows : 64;
   const cudaError_t statuses[] = {
-      set_map(maps.x, p.x, 1, p.rows, p.depth, 0, p.x_pitch, 64, T()),
+      set_map(maps.x, p.x, 1, p.rows, p.depth, 0, p.x_pitch, box_rows, T()),
       p.transposed
           ? set_map(maps.other, p.other, matrices, p.columns, depth, p.other_stride, p.other_pitch, kWarpgroupColumns, T())
-          : set_map(maps.other, p.other, matrices, depth, p.columns, p.other_stride, p.other_pitch, 64, T()),
+          : set_map(maps.other, p.other, matrices, depth, p.columns, p.other_stride, p.other_pitch, box_rows, T()),
       set_map(maps.result, p.result, p.outer ? p.groups : 1, p.outer ? p.depth : p.rows, p.columns, p.result_stride,
               p.result_pitch, 64, T())};
   for (const cudaError_t status : statuses) {

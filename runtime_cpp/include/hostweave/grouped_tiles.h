@@ -8,9 +8,14 @@ constexpr int kGroupedThreads = 256;
 
 // Products on Hopper: a warp of the first warpgroup copies tiles, and two warpgroups multiply them.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
-constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;                       // size of a tile
-constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: if the product sums over rows
+constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // size of a tile
+constexpr int kWarpgroupStages = 4;
 constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes of stages, results and alignment
+
+// Operands of products on Hopper: rows of a group times a row-major or column-major matrix, or transposed rows of a group times
+// its rows. Groups of few rows have at most kFewRowsOfGroup rows on average.
+enum class Operands { matrices, transposed_matrices, rows, few_rows };
+constexpr int kFewRowsOfGroup = 64, kFewBoxRows = 16;
 
 #ifdef __CUDACC__
 

@@ -107,28 +107,31 @@ __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, in
       : "memory");
 }
 
-// Products of tiles of kRows x kColumns results, 64 rows per warpgroup. With kOuter, both operands are read along their columns:
-// the transposed rows of a group times its rows. With kTransposed, the matrices are column-major.
-template <class T, bool kOuter, bool kTransposed>
+// Products of tiles of kRows x kColumns results, 64 rows per warpgroup.
+template <class T, Operands kOperands>
 class WarpgroupProducts {
+  static constexpr bool kTransposed = kOperands == Operands::transposed_matrices, kFew = kOperands == Operands::few_rows;
+  static constexpr bool kOuter = kFew || kOperands == Operands::rows;  // both operands are read along their columns
   static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
-  static constexpr int kStages = kOuter ? kOuterStages : kWarpgroupStages;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
-  // Columns that a warpgroup stores at once. With kOuter there are many results of few terms each, so a tile is stored while the
-  // next one is multiplied.
-  static constexpr int kStaged = kOuter ? kColumns : 128;
-  static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
+  static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows that a copy moves
+  // Columns that a warpgroup stores at once. Results of few terms take longer to store than to multiply. A tile of them is stored
+  // while the next one is multiplied.
+  static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
 
  public:
+  static constexpr int kStages = kFew ? kWarpgroupStages - 1 : kWarpgroupStages;
+
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)
       : p_(p),
         maps_(maps),
         stages_((address(shared) + 1023) & ~1023u),
         barriers_(address(barriers)),
         warpgroup_(warpgroup_of_block() - 1) {
+    static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) filled(i).start(1), empty(i).start(kGroupedThreads / 32);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -149,19 +152,24 @@ class WarpgroupProducts {
       for (int64_t step = 0; step < steps; ++step, at.advance()) {
         const unsigned to = stages_ + at.stage() * kBytes;
         const PhaseBarrier ready = filled(at.stage());
-        const int64_t k = step * kDepth + (kOuter ? tile.rows.begin : 0);
+        const int64_t left = tile.rows.count() - step * kDepth;
+        const int parts = kFew ? static_cast<int>(limited(left + kBoxRows - 1, kDepth)) / kBoxRows : 1;
         empty(at.stage()).wait(at.parity() ^ 1);
-        ready.expect(boxes * kBox + kBytes - kBytesA);
-        for (int box = 0; box < boxes; ++box) {
-          const int64_t row = tile.row + box * 64;
-          copy_box(to + box * kBox, maps_.x, kOuter ? row : k, kOuter ? k : row, 0, ready);
-        }
-        if constexpr (kTransposed) {
-          copy_box(to + kBytesA, maps_.other, k, column, tile.group, ready);
-        } else {
+        ready.expect((boxes + kColumns / 64) * parts * kBoxRows * kRowBytes);
+        for (int part = 0; part < parts; ++part) {
+          const unsigned a = to + part * kBoxRows * kRowBytes, b = a + kBytesA;
+          const int64_t k = step * kDepth + part * kBoxRows + (kOuter ? tile.rows.begin : 0);
+          for (int box = 0; box < boxes; ++box) {
+            const int64_t row = tile.row + box * 64;
+            copy_box(a + box * kBox, maps_.x, kOuter ? row : k, kOuter ? k : row, 0, ready);
+          }
+          if constexpr (kTransposed) {
+            copy_box(b, maps_.other, k, column, tile.group, ready);
+          } else {
 #pragma unroll
-          for (int box = 0; box < kColumns / 64; ++box) {
-            copy_box(to + kBytesA + box * kBox, maps_.other, column + box * 64, k, kOuter ? 0 : tile.group, ready);
+            for (int box = 0; box < kColumns / 64; ++box) {
+              copy_box(b + box * kBox, maps_.other, column + box * 64, k, kOuter ? 0 : tile.group, ready);
+            }
           }
         }
       }
@@ -364,11 +372,12 @@ class WarpgroupProducts {
 #ifdef __CUDACC__
 
 // The kernel: the first warp copies, and the second and third warpgroup multiply.
-template <class T, bool kOuter, bool kTransposed>
+template <class T, Operands kOperands>
 __device__ void multiply_groups_by_warpgroups(const GroupedProblem& p, const GroupedMaps& maps, char* shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ uint64_t barriers[2 * (kOuter ? kOuterStages : kWarpgroupStages)];
-  WarpgroupProducts<T, kOuter, kTransposed> products(p, maps, shared, barriers);
+  using Products = WarpgroupProducts<T, kOperands>;
+  __shared__ uint64_t barriers[2 * Products::kStages];
+  Products products(p, maps, shared, barriers);
   griddep_wait();
   if (warpgroup_of_block() == 0) {
     set_registers<40, false>();
