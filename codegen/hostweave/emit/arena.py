@@ -6,10 +6,7 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """Returns C++ that describes the live ranges of a body's temporaries to the arena. The body must have been emitted before.
-
-    The C++ begins with a comment that lists the buffers that may share bytes at any size.
-    """
+    """Returns C++ that describes the live ranges of a body's temporaries to the arena. Requires that the body was emitted before."""
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
@@ -19,15 +16,15 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(steps: MemoryEvents) -> bool:
-    """True if the plan of a body also contains the plans of called functions. These plans take the sizes as an argument."""
+    """True if the plan of a body contains plans of called functions, which take the sizes as an argument."""
     return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
-    """Assigns each buffer to the first group without a live buffer, as in colouring an interval graph. Buffers of a group may share bytes.
-    Either all buffers of a group are in windows, or none.
+    """Assigns each buffer to the first group without a live buffer, so that buffers of a group may share bytes. Windows have separate
+    groups.
 
-    `used` maps each live buffer to the index of its group. The buffer of a stream stays live until that stream is joined.
+    `used` maps each live buffer to the index of a group. The buffer of a stream stays live until the stream is joined.
     """
     for step in steps:
         match step:

@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 
 class SizeBinding:
-    """A symbolic size whose value is computed from a dim of an input. A call checks that the value is a multiple of `divisor`."""
+    """A symbolic size that a call computes from a dim of an input. The value must be a multiple of `divisor`."""
 
     def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
         multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
@@ -37,40 +37,39 @@ class CheckedArgument:
     label: str  # C++ of this name
     dtype: str
     shape: str
-    pattern: str  # expected shape before this argument binds its sizes; dims whose size is still unknown are hw::kAny
+    pattern: str  # expected shape before this argument binds sizes; dims of unknown size are hw::kAny
     sizes: tuple[SizeBinding, ...]
-    again: bool  # the shape is checked a second time, after its sizes are bound
+    again: bool  # the shape is checked again after all its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
-    parameter: str  # name of the program's parameter; if it is a group, the other fields describe its first tensor
+    parameter: str  # name of the program's parameter; for a group, the other fields describe the first tensor
     path: str  # C++ path of the tensor, such as in.x
     on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have it
-    memory: str = ""  # for an output: C++ path of the input that was donated for it
+    memory: str = ""  # for an output in donated memory: C++ path of the input
     donated: str = ""  # name of the donated parameter
 
     @property
     def member(self) -> str:
-        """Name of the field in its struct."""
         return self.path.rpartition(".")[2]
 
     @property
     def has_named_dims(self) -> bool:
-        """True if the type cannot be derived from the C++ dtype and shape: a dim is symbolic, or a bool is stored as a byte."""
+        """True if dtype and shape in C++ do not state the type: a dim is symbolic, or a bool is stored as a byte."""
         return self.buffer.type.dtype.name == "bool" or not all(size.is_int for size in self.buffer.type.shape)
 
 
 @dataclass(frozen=True)
 class _Binding:
-    """A dim of an input that determines a symbolic size. If shards are even, the size is the local dim times the number of shards."""
+    """A dim of an input that determines a symbolic size: the local dim times the number of shards, or the global dim."""
 
     name: str
     dim: int
     shards: int
-    from_global: bool = False  # shards may be uneven, so the size is computed from the global dim
+    from_global: bool = False  # True if shards may be uneven
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Returns the inputs in order. An input binds its sizes, except sizes that an earlier input binds."""
+    """Inputs in order. An input binds the sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []
@@ -98,10 +97,8 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
-    """Yields the checks of inputs or outputs.
-
-    The tensors of parameter groups are checked in a loop. The first tensor of a group is also checked before the loop if it binds sizes.
-    """
+    """Checks of inputs or outputs. A loop checks the tensors of parameter groups. The first tensor of a group that binds sizes is also
+    checked before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
@@ -116,7 +113,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
-    """Returns the binding of a symbolic size by a local size such as `M/8` or `local(M, x)`, or None."""
+    """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`. None for an int or another local size."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
@@ -149,24 +146,21 @@ def argument(
 
 
 def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
-    """Local type of a parameter. For a parameter group, the type of one of its tensors."""
+    """Local type of a parameter, or of one tensor of a parameter group."""
     type = program.local_type(parameter)
     return replace(type, shape=type.shape[1:]) if parameter.group else type
 
 
 def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
-    """C++ path of an input or output, such as `in.x`. For a parameter group, the path of its first tensor: `in.layers[0].w`."""
+    """C++ path of an input or output, such as `in.x`, or of the first tensor of a parameter group: `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     structs = emitter.context.struct_of.get(name)
     return structs.place(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields C++ calls that check sizes at run time: differences must not be negative, reduced dims must not be empty, and a sum of sizes
-    must be a multiple of the divisor that the program needs.
-
-    A difference of constants of the program needs no check.
-    """
+    """Yields C++ calls that check sizes at run time: that differences are not negative, that reduced dims are not empty, and that sums of
+    sizes are multiples of the divisor that the program needs."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:
             yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'

@@ -31,7 +31,7 @@ class LaunchedKernel:
     sizes: tuple[Size, ...]
 
 
-PlanKey = tuple[object, ...]  # class of a plan, arguments of its constructor, arguments of its prepare
+PlanKey = tuple[object, ...]  # class of a plan, arguments of the constructor, arguments of `prepare`
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class ChannelMember:
 
     @property
     def key(self) -> str:
-        """Arguments that identify the channel when a rank looks it up: its mesh and axes."""
         return f'"{self.ir.mesh}", "{self.along}"' if self.flag else f'kMesh, "{self.along}"'
 
     @property
@@ -75,7 +74,7 @@ class Temporary:
 
 
 class ProgramContext:
-    """Members and names of the program's C++ class. They are collected while the bodies are emitted."""
+    """Members and names of the program's C++ class, which are collected while the bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
@@ -103,7 +102,7 @@ class ProgramContext:
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
         self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`
-        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # for each use: the mesh, and the C++ condition on sizes
+        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # for each use of a plan: mesh, C++ condition on sizes
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
@@ -113,10 +112,7 @@ class ProgramContext:
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. The kernel's code contains the strides of these types.
-
-        Kernels that differ only in names share one definition, which has the name of the first kernel.
-        """
+        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first one."""
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (
@@ -163,11 +159,7 @@ class ProgramContext:
         return self.flags[ranks][0]
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """C++ condition under which a plan is needed; empty if always.
-
-        The condition contains the flag of a submesh if all uses are on that submesh. It contains a condition on sizes if all uses
-        have this condition.
-        """
+        """C++ condition under which a plan is needed. Empty if always, or if uses of the plan have different conditions."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}

@@ -23,8 +23,8 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """Returns a C++ string literal. Bytes that are not printable ASCII become octal escapes, which C++ and the assembler both
-    understand."""
+    """Returns a C++ string literal. Octal escapes, which both C++ and the assembler understand, replace bytes that are not printable
+    ASCII."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
@@ -49,7 +49,7 @@ def compute_type(dtype: DType) -> str:
 
 
 class Word(str):
-    """C++ that is a single token, such as a local variable or a literal. It needs no parentheses."""
+    """C++ that is a single token, such as a local variable or a literal, and needs no parentheses."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def accumulator_type(dtype: DType) -> str:
 class CppExprPrinter:
     """Prints sizes and integer expressions as C++.
 
-    - `sizes` maps symbolic sizes to C++ names. The factors of a product are printed in the order of this map.
+    - `sizes` maps symbolic sizes to C++ names. Factors of a product are in this order.
     - `multiples` has known divisors of sizes. If 8 divides M, `M*K/8` is printed as `M / 8 * K`.
     - `variables` maps loop indices to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
@@ -104,8 +104,7 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Yields a set that collects the C++ names of the sizes and coordinates that are printed inside the `with` block. They are not
-        added to the set of an enclosing `noting`."""
+        """Yields a set that collects the C++ names of the sizes and coordinates that are printed inside the `with` block."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -117,10 +116,8 @@ class CppExprPrinter:
     # --- sizes ---
 
     def size(self, dim_size: Size) -> str:
-        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact if evaluated from left to right.
-
-        A sum is returned without parentheses.
-        """
+        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact from left to right. A sum has no
+        parentheses."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []
@@ -137,7 +134,7 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
-        """Key of a size, with the position in `atoms` in place of each atom. The C++ of sizes with equal keys differs only in names."""
+        """Key of a size. The C++ of sizes with equal keys differs only in names."""
 
         def of(factor: Factor) -> tuple[object, ...]:
             own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)
@@ -146,7 +143,6 @@ class CppExprPrinter:
         return size.coefficient, tuple(sorted(map(of, size.factors), key=repr)), size.divisor
 
     def sum(self, factor: Sum) -> str:
-        """Returns the C++ of a sum, such as `M + N`."""
         text = ""
         for term in factor.terms:
             is_added = term.coefficient > 0
@@ -159,7 +155,7 @@ class CppExprPrinter:
         return f"({text})" if " " in text else text
 
     def first_factor(self, size: Size) -> str:
-        """Returns the C++ of a size as the first factor of a product or as a dividend, where a product needs no parentheses."""
+        """Returns the C++ of a size as the first factor of a product or as a dividend."""
         return self.factor(size) if isinstance(size.factor, Sum) else self.size(size)
 
     def shape(self, sizes: Iterable[Size]) -> str:
@@ -191,12 +187,11 @@ class CppExprPrinter:
         self.ranges = before
 
     def rank(self) -> str:
-        """C++ name of the variable that holds this rank."""
         return self.noted(self.coordinates[self.program, ""])
 
     @contextmanager
     def on(self, mesh: Mesh) -> Iterator[None]:
-        """Prints expressions inside the `with` block with respect to the axes of `mesh`."""
+        """Prints coordinates inside the `with` block as those of `mesh`."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
@@ -257,8 +252,8 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """Returns the C++ of a remainder that is never negative. In C++, `%` has the sign of the left operand. If this operand may be
-        negative, the C++ first adds a multiple of the right operand to it, or calls hw::mod."""
+        """Returns the C++ of a remainder that is never negative. In C++, a negative left operand gives a negative remainder, so the C++
+        adds a multiple of the right operand, or calls hw::mod."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

@@ -1,4 +1,4 @@
-"""Exports a program as a CMake project: a library with a C++ and a C API. Building and running it needs no Python."""
+"""Exports a program as a CMake project: a library with a C++ and a C API. The project needs no Python."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 _PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that each project contains
-_SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export detects edited files with it
+_SUMS = "SHA256SUMS"  # SHA-256 of each written file, by which the next export detects edited files
 
 
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
-    """Renders the generated files, and returns a dict from path to text.
+    """Renders the generated files, and returns a dict from path to text. Kernels are scheduled for `machine`.
 
-    The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
-    kernels.cu. A program with user kernels also has user_kernels.cuh. Kernels are scheduled for `machine`. Equal programs and machines give
+    The result has the host IR, the C++ files of the program, and those of its kernels if there are any. Equal programs and machines give
     the same bytes. Raises ProgramError for an op that has no C++.
     """
     emitted = ProgramSources(program, machine=machine)
@@ -40,13 +39,13 @@ def export(
     wheel: Wheel | None = None,
 ) -> None:
     """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs, checks and times the program.
+    With `wheel`, `pip wheel` builds a wheel from the project.
 
-    With `wheel`, the project is also a Python package, and `pip wheel` builds a wheel from it.
+    `reference` is the same computation as a program for one device, or the reason why there is none. `dtypes` are the dtypes of its values.
+    Kernels of both programs are scheduled for `machine`.
 
-    `reference` is the same computation as a program for one device, and `dtypes` are the dtypes of its values. If there is no reference,
-    `reference` is the reason as a string. Both programs are compiled for `machine`. The target is chosen when CMake configures:
-    `-DHOSTWEAVE_TARGET=cpu|cuda`. Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete
-    a file that no export wrote, or that was edited since an export wrote it.
+    Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that no export wrote,
+    or that was edited since.
     """
     emitted = ProgramSources(program, machine)
     alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)
@@ -76,9 +75,9 @@ def export(
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
-    """Maps paths to sources of the runtime, without the driver, which only the Python binding uses.
+    """Sources of the runtime by path, without the driver, which only the Python binding uses.
 
-    The file STAMP has a digest of the sources that all exported programs have in common.
+    STAMP has a digest of the sources that all exported programs have in common.
     """
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
@@ -89,12 +88,11 @@ def _runtime(with_attention: bool) -> dict[str, bytes]:
 
 
 def _sources(emitted: ProgramSources) -> dict[str, str]:
-    """The program's host IR and its rendered templates, by path."""
     return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """Reads which files an earlier export wrote to the folder. Returns a dict from path to SHA-256."""
+    """Files that an earlier export wrote to the folder, as a dict from path to SHA-256."""
     try:
         lines = (folder / _SUMS).read_text().splitlines()
     except FileNotFoundError:

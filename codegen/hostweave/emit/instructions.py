@@ -1,4 +1,4 @@
-"""Emits C++ for host IR instructions: computes the operands and C++ names that the template of each instruction needs."""
+"""Emits C++ for host IR instructions: computes the operands and names that the template of each instruction needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits the body of a program or of a function. A function is passed as a HostProgram, too."""
+    """Emits the body of a program, or of a function, which is a HostProgram too."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -60,18 +60,18 @@ class Emitter:
         self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
-        self.comments: list[str] = []  # comments with source lines that were emitted last
+        self.comments: list[str] = []  # the last comments with source lines
         self.others = _other_names(program)
         self.arguments = _arguments(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> the group and the tensor's index
         self.windows: set[str] = set()  # temporaries that are allocated in a window
 
     def body(self, body: tree.Body) -> str:
-        """Returns the C++ of a body. Comments above instructions show the user's source lines."""
+        """Returns the C++ of a body, with the user's source lines as comments."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
-        """Yields, for each instruction that emits code, the comments above it and its C++."""
+        """Yields the comments and the C++ of each instruction that emits code."""
         body = _joined(body)
         for number, i in enumerate(body):
             lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join belongs to the instructions before it
@@ -85,7 +85,7 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the source lines of the body's first instruction that does work. A launch has the lines of its kernel's ops."""
+        """Comments with the source lines of the first instruction that does work. A launch has the lines of the kernel's ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -106,11 +106,10 @@ class Emitter:
         return f"{self.context.functions[i.function]}({', '.join((*arguments.values(), self.stream))});\n"
 
     def instruction(self, i: tree.Instruction, last: bool) -> str:
-        """Returns the C++ of one instruction, from the `emit_` method of its class or nearest base class. The default is the class's
-        template."""
+        """Returns the C++ of one instruction, from the `emit_` method or the template of its class."""
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # each send or recv outside of a Group instruction is a separate group
+        if opens_group:  # a send or recv outside of a Group instruction needs a group
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -122,7 +121,6 @@ class Emitter:
     # --- operands of instructions ---
 
     def text(self, name: str) -> str:
-        """Returns the C++ expression of a buffer, and marks the buffer as used."""
         self.used.add(self.buffers[name].root)
         return self.buffers[name].text
 
@@ -139,7 +137,7 @@ class Emitter:
         return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
-        """Returns the C++ for a number of bytes: those of `elements` elements of a buffer, by default of the whole buffer."""
+        """Returns the C++ for the number of bytes of `elements` elements of a buffer, or of the whole buffer."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
         return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
@@ -154,7 +152,6 @@ class Emitter:
         return f"{self.context.events[i.event]}[{self.expr(i.index)}]"
 
     def channel(self, i: ir.Communication) -> str:
-        """C++ member of the channel that a communication uses."""
         return self.context.channel(self.program.channel(i.channel)).member
 
     def handle(self, i: ir.Communication) -> str:
@@ -162,11 +159,11 @@ class Emitter:
         return f"{self.channel(i)}.comm(), {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
-        """Transport of a communication instruction. For a group, the transport of the communication instructions in it."""
+        """Transport of a communication, or of the communications in a group."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        """True if all buffers are in the program's windows, which are registered with its channels."""
+        """True if all buffers are in windows."""
         return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---
@@ -200,12 +197,12 @@ class Emitter:
         return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Emits nothing: `prepare` plans the arena before the first run, so nothing is freed in a run."""
+        """Emits nothing, because a run frees nothing: `prepare` plans the arena."""
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. Declares none for a tensor of a parameter group, for a view at offset 0, and for a view
-        that only one call of a function uses: the C++ of their uses contains the address."""
+        """Declares a pointer at the view's offset. Other views need no pointer, because their users contain the address: tensors of a
+        parameter group, views at offset 0, and views that only one call of a function uses."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -252,7 +249,7 @@ class Emitter:
         return self.planned("MatmulPlan", name, made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, name: str, made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """C++ member that holds a plan. Instructions with equal arguments for constructor and `prepare` share one plan."""
+        """C++ member that holds a plan. Instructions with equal arguments share one plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
@@ -300,7 +297,7 @@ class Emitter:
     def launch_of(
         self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
     ) -> str:
-        """Returns the launch of a generated kernel on the given buffers. `first` replaces the argument of the first buffer."""
+        """Returns the launch of a generated kernel. `first` replaces the argument of the first buffer."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
         emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
@@ -310,7 +307,6 @@ class Emitter:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
 
     def launch_user_kernel(self, i: ir.Launch, source: UserKernel) -> str:
-        """Returns the launch of a user kernel on this rank's local tensors."""
         mesh, uneven = self.integers.mesh, self.program.uneven
         buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
         arguments = []
@@ -340,14 +336,14 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0, unlike those of -0.0
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0, unlike for -0.0
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """Emits a broadcast in place. Casts away the const of the root's buffer, because the broadcast only reads this buffer."""
+        """Emits a broadcast in place. On the root, the broadcast only reads the buffer, so the C++ may cast away `const`."""
         number: Expr = Const(0)  # the root's rank in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
@@ -357,8 +353,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Emits a collective as a loop over the ranks of its channel, which sends or receives one block per iteration. If blocks may differ
-        in size, emits a call of the runtime instead."""
+        """Emits a collective as a loop over the ranks of the channel, or as a call of the runtime if blocks may differ in size."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -446,7 +441,7 @@ class Emitter:
 
     @contextmanager
     def given_sizes(self, condition: Expr) -> Iterator[None]:
-        """Records that plans emitted inside the `with` block are needed only if a condition on sizes holds."""
+        """Records that plans inside the `with` block are needed only under this condition, if the condition depends on sizes alone."""
         before = self.sizes_given
         if all(isinstance(leaf, Const | Symbol) for leaf in leaves(condition)):
             self.sizes_given = " && ".join(filter(None, (before, self.expr(condition))))
@@ -454,7 +449,7 @@ class Emitter:
         self.sizes_given = before
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
-        """Emits the body in an `if`, whose condition is true on the ranks of the mesh. Emits nothing if the body only allocates."""
+        """Emits the body in an `if` for the ranks of the mesh. Emits nothing if the body emits nothing."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")
@@ -499,7 +494,7 @@ def _arguments(program: ir.HostProgram) -> set[str]:
 
 
 def _comment(location: Location) -> str:
-    """Formats a source line as a one-line C++ comment, without trailing characters that would continue it on the next line."""
+    """Formats a source line as a C++ comment. Removes trailing characters that would continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."
@@ -507,7 +502,6 @@ def _comment(location: Location) -> str:
 
 @tree.per_kind
 def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str]:
-    """Finds the emission method of an instruction class, such as `emit_on_stream` for OnStream. The default renders the class's
-    template."""
+    """Finds the emission method of an instruction class, such as `emit_on_stream` for OnStream. The default renders the template."""
     names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
     return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

@@ -1,4 +1,4 @@
-"""Data of a kernel that the emission of its C++ reads: C++ names, sizes, buffer types, accumulators, and C++ templates of its ops."""
+"""Data of a kernel for the emission of C++: names, sizes, buffer types, accumulators, and templates of ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gathe
 
 
 class KernelFacts:
-    """C++ names, sizes and types of one kernel, and the key by which kernels that differ only in names share one definition."""
+    """C++ names, sizes and types of one kernel, and a key. Kernels with equal keys share one definition."""
 
     printer = LoopPrinter
     own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls that the kernel begins with
@@ -46,11 +46,10 @@ class KernelFacts:
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # reduction -> its accumulator
-        self.rows: dict[str, str] = {}  # value -> local variable with a row of it in registers
+        self.rows: dict[str, str] = {}  # value -> local variable with a row in registers
 
     @cached_property
     def used_sizes(self) -> tuple[Size, ...]:
-        """Sizes that occur in the kernel's C++."""
         return (
             *self.own_sizes,
             *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
@@ -69,7 +68,7 @@ class KernelFacts:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Key of the kernel. Kernels that differ only in names have equal keys."""
+        """Equal for kernels that differ only in names."""
         values = {name: number for number, name in enumerate((*self.types, *self.ir.accesses))}
         integers, letters = self.loops.integers, self.ir.letters()
 
@@ -102,7 +101,7 @@ class KernelFacts:
         )
 
     def functions(self) -> set[str]:
-        """Names of the C functions that the kernel calls. Local variables must have other names."""
+        """Names of the C functions that the kernel calls, which local variables must not have."""
         specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
@@ -118,7 +117,7 @@ class KernelFacts:
         return OpDef.fields(self.template(op))
 
     def cpp(self, op: Op, operands: Iterable[str]) -> str:
-        """Returns the C++ of an op, with literals and C functions in the compute type of its last operand."""
+        """Returns the C++ of an op, with literals and C functions in the compute type of the last operand."""
         dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
@@ -130,7 +129,7 @@ class KernelFacts:
         return self.loops.integers.factor(self.lane_size(name))
 
     def first_row(self, rows: str) -> str:
-        """C++ for the index of the first row that this rank has; empty if it has all rows."""
+        """C++ for the index of this rank's first row. Empty if this is 0."""
         if rows in self.pointers:
             return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
@@ -152,7 +151,7 @@ class KernelFacts:
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes. The CPU device checks these accesses."""
+        """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes, so that the CPU device checks accesses."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():
@@ -161,7 +160,7 @@ class KernelFacts:
                 yield pointer if name in self.terms else f"hw::{verb}({pointer}, {extent})"
 
     def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-        """Number of elements of a contiguous buffer, as a tuple of one. For a strided view, its dims and strides."""
+        """Dims and strides of a view. For a contiguous buffer, the number of elements and no strides."""
         if buffer.strides is None:
             return (self.ir.own(product(buffer.shape)),), ()
         dims = merged([LoopDim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)])
@@ -180,7 +179,7 @@ class KernelFacts:
         return bool(reduced_indices(op, self.walked.indices))
 
     def condition_on(self, op: Op) -> str:
-        """Condition from outside of the innermost loop under which a `where`, the only op that uses a result, selects it. Else empty."""
+        """Condition under which a `where`, the only reader of a result, selects the result. Empty if the innermost loop computes it."""
         users = [user for user in self.ops if op.result.name in user.tensors]
         if op.result.name in self.results or [user.kind for user in users] != ["where"]:
             return ""
@@ -189,8 +188,7 @@ class KernelFacts:
         return str(condition) if is_known and chosen == op.result.name != other else ""
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for a scale of quantised values, max(x, least) / by, if `by` is from 4 to 2^20 and `least` is at least 2^-80. The reciprocal
-        of such a scale is a normal number."""
+        """True for a scale of quantised values, max(x, least) / by, with a reciprocal that is surely a normal number."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False
@@ -199,6 +197,6 @@ class KernelFacts:
         return not isinstance(by, str) and not isinstance(least, str) and 4 <= by <= 2**20 and least >= 2**-80
 
     def count(self, op: Op) -> str:
-        """C++ of a mean's divisor if it differs from the number of elements that the kernel reduces. Otherwise empty."""
+        """C++ of a mean's explicit divisor. Empty if the divisor is the number of reduced elements."""
         count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
         return self.loops.integers.size(count) if count != Size(0) else ""

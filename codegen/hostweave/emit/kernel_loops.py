@@ -22,7 +22,7 @@ class Templates:
 
     loop: str  # head of the loop over the kept dims
     grid: str  # grid of the launch
-    inner: str = ""  # head of the innermost reduction loop, whose iterations are divided among threads
+    inner: str = ""  # head of the innermost reduction loop, with iterations divided among threads
     reduce: str = ""  # call that reduces the accumulators of all threads
     reduce_last: str = ""  # cheaper call, used if only the threads that store need the result
     leader_if: str = ""  # condition that is true on the threads that store the result
@@ -80,7 +80,7 @@ ALL_REGISTERS = 1024  # block size at which one block may use all registers of a
 
 
 class LoopPrinter:
-    """Prints the loops of a kernel as C++, and names its indices."""
+    """Prints the loops of a kernel as C++, and names the indices."""
 
     multiplies = False  # True if the kernel begins with matmuls
     grid: str  # launch grid of the kernel
@@ -104,8 +104,7 @@ class LoopPrinter:
     # --- heads ---
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
-        """Fills in the placeholders of a template. `width` is the C++ name of the vector width, and `named` maps sizes to sizes that
-        replace them."""
+        """Fills in the placeholders of a template. `width` is the C++ name of the vector width. `named` maps sizes to replacements."""
         loops = self.ir
         width, number = width if loops.width > 1 else "", loops.index
 
@@ -140,12 +139,11 @@ class LoopPrinter:
 
     @property
     def loop(self) -> str:
-        """Head of the loop over the kept dims."""
         return self.text(self.templates.loop)
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Heads of the loops over the reduced dims. The iterations of the innermost loop may be divided among threads."""
+        """Heads of the loops over the reduced dims."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.ir.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)
@@ -167,16 +165,15 @@ class LoopPrinter:
 
     @property
     def varied(self) -> dict[str, str]:
-        """Maps each template parameter of the generated lambda `compute` to the function parameter from which C++ deduces it. A variant of
-        the kernel is one call of `compute`."""
+        """Maps each template parameter of the lambda `compute` to the function parameter from which C++ deduces it. Each variant of the
+        kernel is a call of `compute`."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.ir.width > 1 else {}
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """For each variant, the condition that selects it, and its arguments for the template parameters in `varied`. The last variant has
-        no condition."""
+        """For each variant: the condition that selects the variant, and arguments for `varied`. The last variant has no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -202,7 +199,7 @@ class LoopPrinter:
         return [(is_wide, f"hw::Width<{loops.width}>()"), ("", "hw::Width<1>()")]
 
     def is_wide(self, pointers: Iterable[str]) -> str:
-        """C++ condition for vectorised access: sizes are multiples of the vector width, and pointers are aligned."""
+        """C++ condition for vectorised access: aligned pointers, and sizes that are multiples of the vector width."""
         width = self.ir.width
         unsure = [size for size in self.ir.divided() if size.divisor > 1 or size.coefficient % width]
         texts = [f"{self.integers.first_factor(size)} % {width} == 0" for size in unsure]
@@ -212,8 +209,8 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Inside the `with` block, offsets are relative to the start of an operand of a concat or pad. Yields the conditions under which
-        the index is in the operand's range."""
+        """Makes offsets relative to the start of an operand of a concat or pad. Yields the conditions under which the index is in the
+        operand."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)
@@ -225,7 +222,7 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride, its dim, and the start of the operand along this dim inside a concat or pad."""
+        """Indices of an element, each with stride, dim, and start of the operand along this dim inside a concat or pad."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
@@ -235,7 +232,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, access: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of an element's offset. For a vector, the offset of its first element, or of its element `lane`."""
+        """Terms (index, stride) of the offset of an element. For a vector, this is the first element, or element `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {lane}" if lane and dim == self.ir.along else name
@@ -249,7 +246,6 @@ class LoopPrinter:
         return [term for term in self.terms(access) if term[0] != self.names[self.ir.along]]
 
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
-        """C++ pointer to the element with the given offset terms, such as `x + i * N + j`."""
         return f"{pointer} + {self.sum_of(terms)}" if terms else pointer
 
     def offset(self, access: str) -> str:
@@ -273,12 +269,12 @@ class LoopPrinter:
         return tuple(declared)
 
     def divisor(self, size: Size) -> str:
-        """C++ of a divisor, converted to the type of the linear index that it divides."""
+        """C++ of a divisor, converted to the type of the linear index."""
         return self.integers.factor(size) if size.is_int or self.ir.index != "Index" else f"Index({self.integers.size(size)})"
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """Returns a printer that writes each multiple of the outermost size as a multiple of the kernel's parameter for this size."""
+    """Returns a printer that expresses multiples of the outermost size by one parameter of the kernel."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

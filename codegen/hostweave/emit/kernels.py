@@ -1,4 +1,4 @@
-"""Emits kernels: their loops, the statements for one element, and the parameters of the launch."""
+"""Emits kernels: loops, statements for one element, and parameters of the launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Nest:
-    """C++ of one loop nest over the reduced dims: statements before it, accumulators, loop body, and statements after it."""
+    """C++ of one loop nest over the reduced dims: statements before the nest, accumulators, loop body, statements after the nest."""
 
     before: Lines
     starts: Lines
@@ -31,9 +31,9 @@ class Nest:
 
 
 class EmittedKernel:
-    """A kernel in the form that its template needs: loops over the kept dims, which enclose loop nests over the reduced dims.
+    """A kernel as its template needs it: loops over the kept dims, which enclose loop nests over the reduced dims.
 
-    `stores` are statements that write results without reduced dims. `last` is the body of a final loop, which writes results with all dims.
+    `stores` are statements that write results without reduced dims. `last` is the body of a final loop, for results with all dims.
     `before` are statements that precede the declarations of indices.
     """
 
@@ -50,7 +50,7 @@ class EmittedKernel:
         packed = [pointer for name, pointer in of.pointers.items() if name in of.ir.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
-        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms of other ranks are loaded last
+        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # loads terms of other ranks last
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
         self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of decomposed indices and of held rows
@@ -60,10 +60,7 @@ class EmittedKernel:
 
 
 class KernelEmitter(KernelFacts):
-    """Emits one kernel.
-
-    Rows that threads hold in registers are loaded before the first loop, so that no load has to wait for a reduction.
-    """
+    """Emits one kernel. Rows in registers are loaded before the first loop, so that no load waits for a reduction."""
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         super().__init__(loops, integers, name)
@@ -80,11 +77,11 @@ class KernelEmitter(KernelFacts):
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # called before self.row.taken(), because it may hoist statements into self.row
+        lines = section.taken()  # called first, because it may hoist statements into self.row
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> EmittedKernel:
-        """Emits one call per lane (1-D slice along an axis). The distribution determines which threads execute a call."""
+        """Emits one call per lane (1-D slice along an axis)."""
         op = self.ops[-1]
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
@@ -115,14 +112,13 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Makes the section for the innermost loop. If each element of a vector has a separate accumulator, no statement is hoisted out of
-        this loop."""
+        """Section for the innermost loop. No statement is hoisted out of the loop if each element of a vector has a separate
+        accumulator."""
         return (
             Section(self, width=self.ir.width, around=Section(self)) if self.ir.has_wide_totals else Section(self, self.row, self.ir.width)
         )
 
     def nest(self, walk: Walk, is_last: bool) -> Nest:
-        """Returns the C++ of a loop nest that accumulates reductions and stores results."""
         section = self.section()
         starts, after = [], []
         for op in walk.reductions:

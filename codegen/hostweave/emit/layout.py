@@ -1,8 +1,4 @@
-"""Formats generated C++ in the style of clang-format, and gives access to the Jinja templates.
-
-Templates have one statement per line. This module indents lines by braces, breaks long lines at commas, operators or after `=`, and
-aligns trailing comments.
-"""
+"""Gives access to the Jinja templates, and formats C++ in the style of clang-format. Templates have one statement per line."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +15,7 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """Formats C++ that has one statement per line: indents it, breaks long lines, and puts each short function on one line."""
+    """Formats C++ with one statement per line: indents, breaks long lines, and puts each short function on one line."""
     lines: list[str] = []
     indents = [""]  # indentation of each enclosing block
     function = 0  # index of the first line of the current function
@@ -55,8 +51,8 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Patterns of lines that break after their head: `if` and `for` with a statement, kernels and constructors. The two groups of a pattern are
-# the head and the rest. The number is the indentation of the rest, in steps.
+# Lines that break after a head: `if` and `for` with a statement, kernels and constructors. The groups of a pattern are the head and the
+# rest. The number is the indentation of the rest, in steps.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -91,8 +87,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # a call whose only argument is a call or a list, such as `HW_CHECK(cudaMemcpyAsync(`, breaks before this argument if the argument then
-    # fits on one line, otherwise inside it
+    # `HW_CHECK(cudaMemcpyAsync(`, a call with a call or list as its one argument, breaks before this argument if the argument then fits on
+    # one line, otherwise inside the argument
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
@@ -120,7 +116,7 @@ def _end(depths: list[int], start: int) -> int:
 
 
 def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
-    """Splits a line into its arguments from `start` on, with their commas. The last piece includes the rest of the line."""
+    """Splits a line from `start` on after each comma between arguments."""
     cuts = [i + 1 for i in range(start, _end(depths, start)) if bare[i] == "," and depths[i] == depths[start]]
     return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 
@@ -143,20 +139,19 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
-# Each generated file has a template, and each class of instructions that emits code has a macro.
+# A generated file has a template, and a class of instructions has a macro.
 
 
 COMMON = "common"  # file of the macros that do not depend on a transport
 
 
 def rendered(path: str, **values: object) -> str:
-    """Renders a file from its template. C++ is also formatted."""
     text = _environment().get_template(f"{path}.j2").render(values)
     return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    """Renders the C++ of an instruction with the template macro that `macro` names."""
+    """Renders a macro of the templates."""
     return _macros(file)[macro](**values)
 
 

@@ -19,7 +19,7 @@ from hostweave.types.zigzag import Zigzag
 
 SIZE = 64  # default of a symbolic size; it is rounded up to the divisor that the program needs
 RANK, INDEX = "r", "i"
-# Names that CMake, the runtime or the build folder already use.
+# names that CMake, the runtime or the build folder use
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
 """
@@ -41,7 +41,7 @@ class SampleTensor:
     cpp: str
     dtype: str
     dims: str
-    twin: str  # C++ of the first rank that has the same shard, with which rank r compares its shard
+    twin: str  # C++ of the first rank with the same shard, to which rank r compares its shard
     on: str  # C++ condition: rank r has a shard
 
 
@@ -50,10 +50,8 @@ Field = tuple[int, tuple[SampleTensor, ...]]
 
 
 class Reference:
-    """Reference for the results: the same computation on one device, emitted as a separate program.
-
-    The two programs round in different orders, so the tolerance depends on the coarsest of `dtypes` and of the matmul precisions.
-    """
+    """Reference for the results: the same computation on one device, emitted as a separate program. The tolerance depends on the coarsest
+    of `dtypes` and of the matmul precisions, because the two programs round in different orders."""
 
     def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
         floats = [dtype for dtype in dtypes if dtype.kind == "float"]
@@ -84,7 +82,6 @@ class Main:
 
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
-        # All programs of the project, by folder.
         self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
         # the user's name, the C++ name and the default value of each symbolic size
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
@@ -97,7 +94,7 @@ class Main:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Command-line settings, as C++ pairs of a name and the address of its value."""
+        """Command-line settings, as C++ pairs of a name and an address."""
         sizes = (f'{{"{label}", &shared.sizes.{name}}}' for label, name, _ in self.sizes)
         return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
@@ -107,12 +104,11 @@ class Main:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Files with kernels. They are compiled as CUDA or as C++, depending on the target."""
+        """Files with kernels, which are compiled as CUDA or as C++."""
         return tuple(f"{folder}kernels.cu" for folder, program in self.programs.items() if program.kernel_names)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Source files of the library."""
         own = ("c_api.cpp", "join.cpp", "program.cpp", *(("kernels.cu",) if self.programs[self.folder].kernel_names else ()))
         return tuple(self.folder + path for path in own)
 
@@ -137,12 +133,12 @@ def executable_of(program: str) -> str:
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:
-    """C++ condition that rank r is in a mesh; empty for the program's mesh."""
+    """C++ condition that rank r is in a mesh. Empty for the program's mesh."""
     return "" if mesh is program else membership(mesh, program.size, RANK)
 
 
 def _twin(type: TensorType, program: Mesh) -> str:
-    """C++ of the first rank that has the same shard of a tensor as rank r. If no formula gives this rank, C++ of rank r itself."""
+    """C++ of the first rank with the same shard of a tensor as rank r, or of rank r itself if there is no formula."""
     mesh = type.mesh_in(program)
     if not type.axes:
         return str(mesh.all_ranks[0])

@@ -1,4 +1,4 @@
-"""C++ for meshes: membership of a rank, coordinates, and local sizes. Ranks are in row-major order."""
+"""C++ for meshes: membership of a rank, coordinates, and local sizes."""
 
 from dataclasses import dataclass
 from math import prod
@@ -34,7 +34,7 @@ def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
-    """Returns the C++ of a rank's index in its process group, which consists of the ranks that differ only along the given axes."""
+    """Returns the C++ of a rank's index in the process group of the given axes."""
     if axes == tuple(name for name, _ in mesh.axes):
         return index(mesh, rank)
     text = ""

@@ -19,7 +19,7 @@ prepare take_over run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the included headers, functions of CUDA, and numbered names of the templates: first patterns, then single names.
+# Macros of the included headers, functions of CUDA, and numbered names of the templates.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
@@ -43,15 +43,15 @@ _RESERVED = frozenset((*f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split(), *filter(
 
 
 def is_reserved(name: str) -> bool:
-    """True if a name has another meaning in generated C++ or in a header that it includes."""
+    """True if a name has another meaning in generated C++ or in an included header."""
     return name in _RESERVED or _MACROS.fullmatch(name) is not None
 
 
 class CppNames:
     """C++ names of one scope. Equal names get equal C++ names, and different names get different C++ names.
 
-    A name that is reserved or already used gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name:
-    names of class members end in `_`.
+    A name that is reserved or already used gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name,
+    such as the `_` of class members.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
@@ -64,8 +64,8 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name for `name` that is not in `apart`. Equal names of different kinds get different C++ names. Pass a kind if the name is
-        composed, such as `M_x`, because another value could have the same name."""
+        """C++ name for `name` that is not in `apart`. Equal names of different kinds get different C++ names. A composed name, such as
+        `M_x`, needs a kind, because another value could have the same name."""
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

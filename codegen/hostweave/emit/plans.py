@@ -1,4 +1,4 @@
-"""Arguments for the constructors and the method `prepare` of matmul and attention plans. Also names matmul plans."""
+"""Arguments of constructors and `prepare` of matmul and attention plans, and names of plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,8 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes. The first is the cuBLASLt epilogue. The second is the compute type of a TF32
-    matmul, or the dtype of b and the scale modes of a scaled matmul. Arguments at the end are omitted if they have their defaults."""
+    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, and the compute type of a TF32 matmul, or the dtype
+    of b and the scale modes of a scaled matmul. Arguments at the end are omitted if they have their defaults."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -52,14 +52,14 @@ class Products:
                 results.setdefault(uses.root(i.b), self.result(i.dst, uses))
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
-        """Name of a plan, composed of the results that it computes: `g_and_u`, or `q_and_2_others`."""
+        """Name of a plan, made of the names of results: `g_and_u`, or `q_and_2_others`."""
         first, *others = self._results[_alike(i, types)].values()
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
 
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
-        """Name of a result in the name of a plan: its own if it is in a view with a constant index, or else that of the buffer that it
-        aliases. Follows the second buffer if a condition selects one of two."""
+        """Name of a result in the name of a plan: that of the view if a view with a constant index contains the result, or else that of
+        the buffer."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")

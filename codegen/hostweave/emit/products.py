@@ -22,7 +22,7 @@ def multiplies(kernel: ir.Kernel) -> bool:
 
 
 class _EachElement(LoopPrinter):
-    """The loop of an epilogue: hw::few_rows calls the epilogue once per element."""
+    """Loop of an epilogue, which hw::few_rows calls once per element."""
 
     head = ""  # start of the call of hw::few_rows
     grid = ""
@@ -35,7 +35,7 @@ class _EachElement(LoopPrinter):
 
 
 class ProductEmitter(KernelEmitter):
-    """Emits a kernel that begins with matmuls of few rows. Their results are local variables of the epilogue, the rest of the kernel."""
+    """Emits a kernel that begins with matmuls of few rows. The rest of the kernel is an epilogue, with the products as local variables."""
 
     printer = _EachElement
     loops: _EachElement
@@ -88,12 +88,11 @@ class ProductEmitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-# A strided copy that lowering inserts is one cudaMemcpy2D if the strides allow it, otherwise a kernel. A strided fill is a kernel.
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A copy of rows. The elements of a row are contiguous. Adjacent rows begin `src_pitch` and `dst_pitch` elements apart."""
+    """A copy of contiguous rows, which begin `src_pitch` and `dst_pitch` elements apart."""
 
     rows: Size
     elements: Size
@@ -113,11 +112,10 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """Kernel that copies one strided view of the given shape to another."""
+    """Kernel that copies one strided view to another."""
     type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
 def fill_kernel(name: str, buffer: BufferType, value: int | float) -> ir.Kernel:
-    """Kernel that sets every element of a view to the same value."""
     return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

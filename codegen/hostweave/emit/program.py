@@ -44,7 +44,7 @@ class EmittedFunction:
             return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
         self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
-        self.members = tuple(  # declarations of pointers to the struct members that the body uses
+        self.members = tuple(  # pointers to the struct members that the body uses
             lay_out("argument", place=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
             for each in passed
             for at, group in each.members.items()
@@ -68,7 +68,7 @@ class Text:
 
 
 class UserFunction:
-    """A user kernel, with the source that replaces it on the CPU target."""
+    """A user kernel, with the source for the CPU target."""
 
     def __init__(self, source: UserKernel):
         assert source.signature is not None
@@ -81,7 +81,6 @@ class ProgramSources:
     """Contents of the generated source files. Raises ProgramError for an op that has no C++."""
 
     def __init__(self, program: ir.HostProgram, machine: Machine = H200):
-        """Emits all bodies of the program. Kernels are scheduled for `machine`."""
         names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.given_sizes()}
@@ -100,7 +99,7 @@ class ProgramSources:
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
         self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has the local sizes of symbolic sizes
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has those of symbolic sizes
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -134,11 +133,11 @@ class ProgramSources:
         return self.context.structs
 
     def fields(self, arguments: Iterable[CheckedArgument]) -> Iterable[CheckedArgument | Structs]:
-        """Fields of the C++ struct of inputs or outputs: single tensors, and arrays of structs."""
+        """Fields of the C++ struct of inputs or outputs."""
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
     def members(self, structs: Structs) -> Iterable[CheckedArgument]:
-        """Members of the struct of an array, as the arguments of the array's first element."""
+        """Members of one struct of an array."""
         return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 
     @property
@@ -147,13 +146,12 @@ class ProgramSources:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Generated files of the program. Kernel files are included only if there are kernels."""
         kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
         return ("program.h", "program.cpp", *kernels, *own)
 
     @property
     def texts(self) -> Iterable[UserFunction]:
-        """One user kernel per source text. A text may define the functions of several kernels."""
+        """One user kernel per source text, because a text may define several kernels."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
@@ -162,7 +160,6 @@ class ProgramSources:
 
     @property
     def window_channels(self) -> list[str]:
-        """Members of the channels whose transports access the memory of other ranks."""
         return [channel.member for channel in self.channels if channel.ir.transport.registers_arena]
 
     @property
@@ -176,7 +173,7 @@ class ProgramSources:
 
     @property
     def own(self) -> list[tuple[str, str, str, str]]:
-        """Members of the C++ class in order of construction: type, name, constructor arguments (may be empty), comment."""
+        """Members of the C++ class in order of construction: type, name, constructor arguments, comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "peers access this memory"
         flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
@@ -201,7 +198,7 @@ def _ranks_of(channel: ChannelMember) -> str:
 
 
 def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
-    """Coordinates of this rank that a body uses. Each becomes a constant at the start of the function."""
+    """Coordinates of this rank that a body uses."""
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used
     )
@@ -225,15 +222,14 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
 
 
 def _function_of(source: UserKernel) -> str:
-    """C++ name of a user kernel's function. Raises ProgramError if generated code uses that name."""
+    """Name of a user kernel's function. Raises ProgramError if generated code uses the name."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
-    """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so that line numbers stay the
-    same."""
+    """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so that line numbers stay."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)

@@ -28,17 +28,17 @@ class Lane(str):
 
 
 class Section:
-    """Statements of one scope. A value is computed at its first use, or outside of loops on which it does not depend.
+    """Statements of one scope. A value is computed at the first use, or outside of loops that do not change the value.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. Statements
-    are hoisted into `around`, the section of the scope that contains the loop.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
+    the section outside of this loop, to which statements are hoisted.
     """
 
     def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
-        self.texts: dict[str, str] = {}  # value -> its C++
-        self.loads: dict[str, str] = {}  # input -> local variable with its vector
-        self.own = ""  # value of which this section computes a row that threads hold in registers
+        self.texts: dict[str, str] = {}  # value -> C++
+        self.loads: dict[str, str] = {}  # input -> local variable with a vector
+        self.own = ""  # the value, if this section computes a row of it that threads hold in registers
         # statements in the order of emission: vector loads, statements per element, updates, vector stores
         self.begin: list[str] = []
         self.lines: list[str] = []
@@ -46,7 +46,6 @@ class Section:
         self.stores: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
-        """Returns the statements that were added since the last call."""
         before = self.around.taken() if self.around else ()
         lines, self.lines = [*self.lines, *self.adds], []
         stores, self.adds = self.taken_stores(), []
@@ -61,14 +60,14 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Combines an element with the accumulator `total`. If ints must wrap around, uses the functor, because signed overflow of the
+        """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because signed overflow of an
         operator is undefined."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        # the transposed result is last, because the enclosing lambda returns it
+        # the enclosing lambda returns the transposed result at the end
         ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
@@ -89,7 +88,7 @@ class Section:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(access)}] = {value};")
 
     def row(self, name: str) -> str:
-        """Local variable that holds a row of a computed value in registers. At the first use, emits its computation outside the loops."""
+        """Local variable that holds a row of a computed value in registers. The first use emits the computation outside of the loops."""
         kernel, chunk = self.kernel, self.kernel.loops.names[self.kernel.ir.along]
         assert self.outer is not None
         if name not in kernel.rows:
@@ -100,7 +99,6 @@ class Section:
         return kernel.rows[name]
 
     def computed_row(self, name: str) -> tuple[str, ...]:
-        """Statements of a lambda that computes and returns one vector of a row."""
         self.own = name
         self.give_back(name, compute_type(self.kernel.types[name].dtype), self.value(name))
         return self.taken()
@@ -124,7 +122,7 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update at the indices that the op's operands contain, if this rank has that row."""
+        """Stores an element of an update at the indices that operands contain, if this rank has the row."""
         _, update, *bounds = op.tensors
         kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -145,8 +143,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: a local variable that is declared at the first use. If the value is used once, and its
-        expression is short or is assigned to a variable, the C++ is the expression."""
+        """C++ of a value in its compute type: the expression if it is used once, and is short or assigned to a variable, otherwise a
+        local variable that the first use declares."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -168,24 +166,22 @@ class Section:
         return self.texts[name]
 
     def rounded(self, name: str) -> str:
-        """C++ of a value, rounded to its dtype, as a store rounds it."""
+        """C++ of a value, rounded to the value's dtype."""
         text, dtype = self.value(name), self.kernel.types[name].dtype
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text
 
     def operands(self, name: str) -> Iterator[str]:
-        """Yields the operands that this scope must compute before a value. Yields none if the value is loaded or computed elsewhere."""
+        """Yields the operands that this scope must compute before a value."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
             tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
-        """True if a result is in a local variable because other ops of the kernel also use this result."""
         return bool(self.kernel.uses[result]) and isinstance(self.value(result), Word)
 
     def read(self, result: str, text: str) -> str:
-        """Declares a local variable with an element that is stored later."""
         local = self.local(result)
         self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
         return local
@@ -202,7 +198,7 @@ class Section:
         return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else Lane(self.loads[name], loops.lane)
 
     def load(self, name: str) -> str:
-        """Loads a vector of an input, unless the thread already holds the row in registers. Returns the variable with the vector."""
+        """C++ of a vector of an input. Emits a load, unless the thread holds the row in registers."""
         kernel, local = self.kernel, self.kernel.elements(name)
         if name in kernel.ir.held:
             return f"{local}[{kernel.loops.names[kernel.ir.along]}]"
@@ -221,7 +217,7 @@ class Section:
         return self.kernel.names.of(self.kernel.indexed(name, access), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
-        """C++ of a value, and True if the C++ is short enough to be nested in another expression."""
+        """C++ of a value, and True if this C++ may be nested in another expression."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
             return self.element(name, in_f32=True), True
@@ -239,7 +235,7 @@ class Section:
         return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
-        """C++ of one element of a result, in its storage type, or in f32 if the store rounds it."""
+        """C++ of one element of a result in the storage type, or in f32 if the store rounds."""
         dtype = op.result.type.dtype
         stored_as = f32 if self.is_rounded_by_store(op.result.name) else dtype
         if self.kernel.uses[op.result.name]:
@@ -258,13 +254,13 @@ class Section:
         return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or OPS[op.kind].gathers
 
     def is_rounded_by_store(self, result: str) -> bool:
-        """True if a result is stored in vectors of 8-bit floats. Such a store rounds two floats in one instruction."""
+        """True for vectors of computed 8-bit floats. The store then rounds two floats in one instruction."""
         dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
         is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:
-        """True if an op returns its operand's element unchanged: the op only moves elements, or reduces a dim of size 1."""
+        """True if an op returns an element of the operand unchanged: the op only moves elements, or reduces a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
         if op == self.kernel.kernel.exchanges:  # an element that is read from hw::Terms already is the sum
@@ -274,7 +270,7 @@ class Section:
         return self.kernel.template(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
-        """C++ of an op, and the dtype of this C++, which may differ from that of the result."""
+        """C++ of an op, and the dtype in which this C++ computes."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
@@ -307,8 +303,8 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
-        """C++ of an element of a concat or pad. Emits one branch per operand, which computes only this operand. A vector never
-        spans two operands. The element has its compute type, or its storage type if it `is_moved`."""
+        """C++ of an element of a concat or pad, in the compute type, or in the storage type if `is_moved`. Emits one branch per operand. A
+        vector never spans two operands."""
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
@@ -335,7 +331,7 @@ class Section:
         return Lane(local, kernel.loops.lane) if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
-        """Declares a local variable with a prepared last operand of an op, such as a divisor with its reciprocal."""
+        """Declares a local variable with the prepared last operand of an op, such as a divisor and its reciprocal."""
         name = op.tensors[-1]
         if (key := f"{name} prepared") not in self.texts:
             self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
@@ -344,10 +340,8 @@ class Section:
         return self.texts[key]
 
     def index_of(self, op: Op) -> tuple[str, str]:
-        """Index at which a gathering op reads its operand, and the C++ condition that this rank has that index.
-
-        The condition is empty if the rank has all rows.
-        """
+        """Index at which a gathering op reads the operand, and the C++ condition that this rank has the index. No condition if the rank has
+        all rows."""
         if self.outer and not self.kernel.ir.moves_inside(op):
             return self.outer.index_of(op)
         if (name := f"{op.result.name} index") not in self.texts:
@@ -369,14 +363,13 @@ class Section:
         return local
 
     def taken_at(self, op: Op) -> str:
-        """C++ of a gathered element in its compute type. The value is 0 if this rank does not have the element."""
+        """C++ of a gathered element in the compute type. The value is 0 if this rank does not have the element."""
         (element, held), dtype = self.moved_element(op), op.result.type.dtype
         element = f"float({element})" if _is_small_float(dtype) else element
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have the same index,
-        they are loaded as a vector."""
+        """C++ of a gathered element, and the condition that this rank has the element. If a vector has one index, emits a vector load."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)
@@ -392,7 +385,7 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def is_total(self, op: Op) -> bool:
-        """True if an op's value is its accumulator, without conversion or division."""
+        """True if the value of an op is an accumulator, without conversion or division."""
         combine = OPS[op.kind].combine
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
@@ -413,7 +406,7 @@ def _literal(value: Scalar, dtype: DType) -> str:
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:
-    """Converts C++ in the compute type of dtype `computed` to the storage type of `dtype`."""
+    """Converts C++ from the compute type of `computed` to the storage type of `dtype`."""
     if _is_small_float(dtype):
         return f"{dtype.cpp}({value})" if compute_type(computed) == "float" else f"{dtype.cpp}(float({value}))"
     if dtype == bool_:

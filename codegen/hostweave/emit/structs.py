@@ -25,7 +25,7 @@ class Structs:
 
     @property
     def word(self) -> str:
-        """Singular of the array's name, such as `layer` for `layers`."""
+        """Singular of `field`, such as `layer` for `layers`."""
         return re.sub(r"s(_\d+)?$", r"\1", self.field)
 
     @property
@@ -34,7 +34,7 @@ class Structs:
 
     @property
     def span(self) -> str:
-        """Range of the tensors in the array: the names of the first and the last one."""
+        """Names of the first and the last tensor in the array."""
         *_, last = self.groups.values()
         return f"{next(iter(self.groups.values())).first} to {last.last}"
 
@@ -42,7 +42,6 @@ class Structs:
         return f"{self.side}.{self.field}[{index}]"
 
     def place(self, name: str, index: str) -> str:
-        """C++ path of one tensor of a parameter group."""
         return f"{self.at(index)}.{self.members[name]}"
 
     def label(self, name: str, index: str) -> str:
@@ -53,7 +52,7 @@ class Structs:
 
 
 def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
-    """Yields the arrays of structs of a program's inputs, then those of its outputs."""
+    """Arrays of structs of a program's inputs, then of its outputs."""
     for side, parameters in (("in", program.inputs), ("out", program.outputs)):
         for struct, of_struct in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
             groups = {p.name: p.group for p in of_struct if p.group}
@@ -68,7 +67,7 @@ def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
 
 @dataclass(frozen=True)
 class Passed:
-    """A struct that a C++ function takes in place of single tensors, and the members that stand for parameters of the function."""
+    """A struct that a C++ function takes in place of single tensors."""
 
     structs: Structs
     parameter: str  # name of the struct in the C++ function's parameter list
@@ -76,8 +75,7 @@ class Passed:
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """Finds structs that can be parameters of a function in place of single tensors, because every call passes these tensors from one
-    element of an array."""
+    """Finds structs that a function can take in place of single tensors, because every call passes tensors of one element of an array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

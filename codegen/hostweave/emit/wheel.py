@@ -1,4 +1,4 @@
-"""Files for a Python wheel of an exported program. Its module calls the program's C API, and does not need Hostweave."""
+"""Files for a Python wheel of an exported program. The wheel's module calls the C API, and does not need Hostweave."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ class Wheel:
 
     target: str  # cpu or cuda
     version: str
-    dependencies: tuple[str, ...]  # packages that the wheel needs
-    build_requirements: tuple[str, ...]  # packages that its build needs
+    dependencies: tuple[str, ...]  # at run time
+    build_requirements: tuple[str, ...]  # at build time
 
     def files(self, program: ProgramSources) -> dict[str, str]:
-        """Returns the Python module, its description of the program, and the fixed part of its native library, as path -> text."""
+        """Returns the Python module, the description of the program, and fixed sources of the native library, as path -> text."""
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
         for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):
@@ -50,8 +50,7 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """Describes a parameter for the module: name, type, dtype, index of its layout in `layouts`, and donated input whose memory it
-    reuses."""
+    """Describes a parameter: name, type, dtype, index of the layout in `layouts`, and donated input."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]

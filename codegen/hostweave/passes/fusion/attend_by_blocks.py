@@ -1,4 +1,4 @@
-"""Computes attention block by block as gathered keys arrive, if the all-gathers of the keys and values are streamed.
+"""Computes attention block by block, as gathered keys arrive in a chunk loop with one chunk per rank.
 
     %k_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%k, dim=1, axes=(cp))      # q: [H, S@cp, 64], k and v: [G, T@cp, 64]
     %v_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%v, dim=1, axes=(cp))
@@ -13,7 +13,7 @@ becomes
     %y_blocks: bf16[2, H, S@cp, 64] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.125, blocks=2)
     %y_lse: f32[2, H, S@cp] stream(0, 2) = attention_lse(%q, %y_keys, scale=0.125, blocks=2)
 
-followed by ops that merge the results of the blocks by their log-sum-exps. One transfer sends the keys and values of a rank.
+followed by ops that merge the results of the blocks by log-sum-exps. One transfer sends the keys and values of a rank.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ from hostweave.types.tensor import TensorType
 
 
 def attend_by_blocks(fusion: Fusion, options: Options) -> Fusion:
-    """Splits an attention op so that it can run in the loop of its all-gathers, if each chunk is one rank's block of keys."""
     found = [each for each in gathered_keys(fusion) if _is_by_blocks(each, fusion)]
     return _Attending(fusion, found).rewritten() if found else fusion
 
@@ -42,7 +41,7 @@ class _Attending(BlockWriter):
         super().__init__(fusion)
         self.by_keys = {each.keys.result.name: each for each in found}
         self.gathers = {gather.result.name for each in found for gather in each.gathers}
-        self.done: dict[str, tuple[str, str]] = {}  # for each gather of keys, the results and log-sum-exps of its blocks
+        self.done: dict[str, tuple[str, str]] = {}  # gathered keys -> results and log-sum-exps of the blocks
 
     def add(self, op: Op) -> None:
         if keys := next((self.by_keys[name] for name in op.tensors if name in self.by_keys), None):
@@ -51,7 +50,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention op or its attention_lse op. The op that comes first also emits the blocks that both read."""
+        """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks for both ops."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

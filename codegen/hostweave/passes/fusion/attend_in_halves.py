@@ -1,4 +1,4 @@
-"""Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, one for those of all second pieces."""
+"""Splits causal attention of rows in zigzag into two ops: one for the rows of all first pieces, one for the rows of all second pieces."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,21 +15,19 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Dim of the rows in each operand, or 0 for operands without rows. The operands are q, k, v, and in a backward pass the result, gradient and
-# lse.
+# Dim of the query rows in q, k, v, and in a backward pass the result, gradient and lse. 0: the operand has no query rows.
 ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
-    """Rewrites every attention op whose mask depends on the position of rows in zigzag."""
     return _Halving(fusion).rewritten()
 
 
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # (value, layout, dim) -> its two halves along the rows, or for keys the first half of the columns and all columns
+        # (value, layout, dim of rows) -> first and second rows. For keys and values: first half of the columns, all columns
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
@@ -70,7 +68,6 @@ class _Halving(OpRewriter):
         return self.size // (2 * self.ranks)
 
     def in_layout(self, name: str, needed: Layout) -> str:
-        """Reshards a value to the layout that the attention op needs."""
         if layout(self.types[name]) == needed:
             return name
         result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
@@ -93,7 +90,6 @@ class _Halving(OpRewriter):
         return first, second
 
     def parts(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
-        """Selects the first and the second index of a dim of size 2."""
         for index, number in enumerate(("first", "second")):
             yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 
@@ -104,7 +100,6 @@ class _Halving(OpRewriter):
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
 
     def join(self, halves: tuple[str, str]) -> None:
-        """Joins the results of the two halves of the rows."""
         result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
         at = len(result.type.dims) + rows
         shape = Size(self.ranks), ONE, self.piece
@@ -115,7 +110,7 @@ class _Halving(OpRewriter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys or values. The first half of the rows contributes only to the first half of the columns."""
+        """Sums the gradients of the keys or values. The first rows see only the first half of the columns."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = self.parts(halves, at, "half")

@@ -33,10 +33,6 @@ from hostweave.types.size import Size
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
-    """Moves streamed ops, and the communications that they need, into chunk loops. Adjacent ops with the same iterations share a loop.
-
-    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible choices.
-    """
     choice = _Choice(fusion, options)
     for op in fusion.ops:
         if op.result.stream and op.result.name not in choice.streams:
@@ -47,7 +43,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, the dim of its result that the loop splits, and the reshard step `change` if the op is a reshard."""
+    """An op of a loop, and the dim of the op's result that the loop splits. `change` is the step of a reshard."""
 
     op: Op
     dim: int
@@ -59,7 +55,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """True for reshards except local slices, and for reductions over sharded dims, because a reshard of their result follows."""
+        """True for reshards except local slices, and for reductions with a partial result, because a reshard of the result follows."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -81,7 +77,6 @@ class _Choice:
         self.joined: dict[str, list[_Member]] = {}  # streamed value -> the ops that join its loop
 
     def choose(self, root: Op, stream: Stream) -> None:
-        """Chooses the loop of one streamed value."""
         if stream.algorithm and stream.algorithm not in NAMES:
             why = f"there is no algorithm={stream.algorithm!r}; {did_you_mean(stream.algorithm, NAMES)}"
             raise ProgramError(f"stream of %{root.result.name}: {why}", root.location)
@@ -105,11 +100,10 @@ class _Choice:
     # --- members of a loop ---
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications of its operands, and the ops that compute the operands of these communications.
+        """The streamed op, the communications of its operands, and the producers of the communicated values.
 
-        In a loop by shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. In a loop
-        across shards (`through_gathers`), all members must split the chunked dim into equally many shards. Other values are communicated
-        before the loop.
+        In a loop by shard, the search stops at a gather of the chunked dim, because each iteration reads the shard of one rank. In a loop
+        across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -124,7 +118,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards, if above 1, of the chunked dim in the operand and in the result of a member."""
+        """Numbers of shards above 1 of the chunked dim, in a member's result and in the operand of a reshard."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
@@ -151,10 +145,9 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Consumers of `producer` other than `member` that must join the loop. None if one of these consumers cannot join.
+        """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join.
 
-        A consumer must be streamed like `member`, over the same dim of the value. Its other operands must be available before the loop, or
-        computed in the same iteration. If the value is gathered, later consumers that are not streamed read it after the loop.
+        A consumer that joins is streamed like `member`. Consumers of a gathered value that are not streamed can run after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -180,11 +173,11 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if `op` is None, which stands for the return of the value, or if `op` follows the member and is not streamed."""
+        """True if `op` can read the gathered value after the loop. None stands for the return of the value."""
         return op is None or (op.result.stream is None and self.number[op.result.name] > self.number[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if the gather of an operand stays before the loop because it has other consumers. The loop then has no communication."""
+        """Warns if a gather stays before the loop because of other consumers. The loop then has no communication."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.made.get(str(name)), indices.operand_dim(i, member.dim)
@@ -199,10 +192,7 @@ class _Choice:
     # --- loops with communication ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:
-        """The chunking of the loop, and the algorithm of each reshard. Both are empty if the loop has no communication.
-
-        Raises ProgramError if no algorithms fit, or if the chunking or algorithm that the user stated does not fit.
-        """
+        """The chunking of the loop, and the algorithm of each reshard. Both are empty if the loop has no communication."""
         possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
             fitting = {name: [one for one in algorithms if one.chunking == step] for name, (_, algorithms) in possible.items()}
@@ -216,10 +206,7 @@ class _Choice:
         return "", {}
 
     def algorithms(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Algorithm]:
-        """Algorithms that support a reshard in the loop. Empty if the reshard exchanges blocks of the chunked dim.
-
-        Algorithms by shard require a reshard of the chunked dim, and a number of chunks that is a multiple of the number of ranks.
-        """
+        """Algorithms that support a reshard in the loop."""
         if self.moves_streamed_dim(member, change):
             return []
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
@@ -240,8 +227,7 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True for a move of whole local tensors between disjoint meshes. Each rank sends its whole local tensor, and each receiver gets
-        its whole local tensor from one rank."""
+        """True if the meshes of a move are disjoint, and each rank sends or receives its local tensor as one block."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
@@ -270,8 +256,7 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication: those of an earlier loop that computes an operand, if the two loops can
-        then fuse. If there is no such loop, the rotation is None, and the chunking is the user's choice or "across_shards"."""
+        """Chunking and rotation of a loop without communication. If an earlier loop computes an operand, its choice lets the loops fuse."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -286,7 +271,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of the loops that compute operands, if iteration i of this loop reads only chunk i of the operand."""
+        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of the operand."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -295,10 +280,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim that the loop or its reshard splits unevenly. "" if there is no such dim.
-
-        A symbolic size is checked later, when it is known.
-        """
+        """Describes a dim of known size that the loop or a reshard splits unevenly. "" if there is no such dim."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):
@@ -309,14 +291,14 @@ class _Choice:
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
-        """Warns the user that no loop is formed, because chunks would cover different rows on each rank."""
+        """Warns that no loop is formed."""
         text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim to a multiple"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
-        """All ops with their streams. The members of a loop move next to the streamed op, after all ops that the loop reads."""
+        """All ops with their streams. The members of a loop move next to the streamed op."""
         moved = {member.name for members in self.joined.values() for member in members}
         for op in self.ops:
             if op.result.name not in moved:
@@ -331,14 +313,13 @@ class _Choice:
 
 
 class _Loops:
-    """Moves streamed ops into loops. Adjacent ops share a loop if they have the same iterations, and if iteration i reads only chunks that
-    iteration i computes.
+    """Moves streamed ops into loops. Adjacent ops share a loop if iteration i reads only chunks that iteration i computes.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
         %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-    becomes the view %v, followed by one loop of %h and %y. Moving a view costs nothing. Views alone do not form a loop.
+    becomes the view %v, followed by one loop of %h and %y. Views alone do not form a loop.
     """
 
     def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
@@ -364,7 +345,6 @@ class _Loops:
                 yield replace(item, ops=tuple(replace(op, result=replace(op.result, stream=_in_loop(op))) for op in item.ops))
 
     def loop_of(self, op: Op) -> ChunkLoop:
-        """A loop that contains only this op."""
         stream, drops_dim = op.result.walked, op.result.walked.chunks is None
         size, chunking = op.result.type.dims[stream.dim].size, stream.chunking or "across_shards"
         steps = size if chunking == "by_shard" else size // shards(self.flow, (op,))
@@ -392,7 +372,7 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if a gather can be communicated together with the loop's gathers, because one op reads all the gathered values."""
+        """True if one communication can do a gather together with the gathers of the loop, because one op reads all of the results."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False
@@ -406,5 +386,5 @@ class _Loops:
 
 
 def _in_loop(op: Op) -> Stream:
-    """The stream of an op inside its loop: without the chunks and the chunking, which the loop states."""
+    """Stream of an op inside a loop, which states the chunks and the chunking."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

@@ -21,8 +21,6 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
-    """Sets the attribute `composed` of each unsupported scaled matmul to the reason."""
-
     def marked(op: Op) -> Op:
         if op.kind != "scaled_matmul":
             return op
@@ -44,6 +42,6 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
 
 
 def _divides_not(size: Size, step: int) -> bool:
-    """True if `size` is not a multiple of `step`, or may differ between ranks because an int does not divide evenly among them."""
+    """True if `size` is not a multiple of `step`, or if ranks may have shares of different sizes."""
     share = size.factor
     return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

@@ -28,7 +28,6 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces every reshard by the sequence of reshard steps that moves the fewest bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
@@ -40,7 +39,7 @@ class _Decomposition(OpRewriter):
         self.types = dict(fusion.types)
         self.producer: dict[str, int] = {}  # value -> index of its op in `ops`
         self.consumers = consumers(fusion)
-        self.same: dict[str, str] = {}  # result of a reshard that has no effect or is a repetition -> the value to use instead
+        self.same: dict[str, str] = {}  # result of a removed reshard -> the value to use instead
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
@@ -79,14 +78,14 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims whose blocks differ in size, if ranks read the blocks by gets. All blocks of a get must be equal."""
+        """Dims with blocks of different sizes, if the transport moves blocks by gets, which need equal blocks."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves a value to another mesh. Gathers the dims in `dims` before the move, and slices them after the move."""
+        """Moves a value to another mesh. Gathers `dims` before the move, and slices `dims` after the move."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
@@ -141,8 +140,7 @@ class _Decomposition(OpRewriter):
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """Reverses the second pieces of the ranks along an axis: rank 0 has the first piece of the first half and the last piece of the
-        second half."""
+        """Reverses the order of the second pieces. Rank 0 has the first piece of the first half, and the last piece of the second half."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
@@ -165,9 +163,8 @@ class _Decomposition(OpRewriter):
 
     def remove(self, op: Op, source: str) -> None:
         """Removes a reshard without effect. If possible, the op that computes the operand gets the name and stream of the reshard's result.
-        Otherwise `use` replaces the result of the reshard.
 
-        An operand with other consumers is renamed only if the reshard's result is returned. The consumers then read the new name.
+        An operand with other consumers is renamed only if the reshard's result is returned.
         """
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1

@@ -14,7 +14,6 @@ from hostweave.types.zigzag import some_of
 
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
-    """Removes axes of size 1 from all types."""
     if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in fusion.types.values()} for _, size in mesh.axes):
         return fusion
 

@@ -1,4 +1,4 @@
-"""Inserts a reshard where a consumer needs another sharding, and after every partial sum.
+"""Inserts reshards of operands that a consumer needs in another sharding, and of partial results.
 
     %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
 
@@ -35,11 +35,9 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Makes each op's sharding follow from its operands. Afterwards only reshards change a layout.
+    """Inserts reshards, so that only reshards change a layout.
 
-    If the transport cannot reduce the dtype of a partial result, the op computes the result in a dtype that the transport can reduce. Casts
-    are inserted for the op's operands, and for the sum. The option partial_dtype=f32 does the same for 16-bit floats. A matmul of 16-bit
-    floats needs no casts of its operands, because it can write f32.
+    Casts an op and its sum to another dtype if the transport cannot reduce the result's dtype, or if `partial_dtype` asks for this.
     """
     return _Insertion(fusion, options).rewritten()
 
@@ -108,7 +106,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """Returns the value in another dtype. If only `op` reads the result of a matmul, the matmul itself writes this dtype."""
+        """Returns the value in another dtype. If only `op` reads the result of a matmul, the matmul writes this dtype, without a cast."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
@@ -120,12 +118,12 @@ class _Insertion(OpRewriter):
         return value.name
 
     def is_resolved_by_reshard(self, value: Value) -> bool:
-        """True if the only consumer of a partial value is a reshard that the user wrote."""
+        """True if the only consumer of a partial value is the user's reshard, and the value is not streamed."""
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def shard_of(self, made: Op, needed: Layout) -> str:
-        """Returns the shard of a value whose elements depend only on their index. Each rank computes its shard, without communication."""
+        """Emits `made` for one shard. Elements depend only on the index, so that a rank needs no communication."""
         name = made.result.name
         if (name, needed) not in self.done:
             shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))
@@ -134,7 +132,6 @@ class _Insertion(OpRewriter):
         return self.done[name, needed]
 
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
-        """Returns the value in the layout that `op` needs."""
         have: TensorType = self.types[name]
         if layout(have) == needed:
             return name

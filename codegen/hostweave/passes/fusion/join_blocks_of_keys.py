@@ -12,7 +12,7 @@ becomes
     %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
     %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
 
-with one op per line. The log-sum-exps are gathered. The final sum over ranks is in f32, and is reduced like any partial sum.
+with one op per line. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the ranks.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,6 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """Rewrites attention to sharded keys. Does nothing if the same axes shard the queries, or for a window, packed sequences, keys in
-    zigzag, or lengths with a causal mask and several rows."""
     return _Joining(fusion).rewritten()
 
 
@@ -56,7 +54,7 @@ class _Joining(BlockWriter):
         self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
-        """Mesh axes that split the keys into blocks. Empty if ranks along them have different queries, or if the mask is not supported."""
+        """Mesh axes that split the keys into blocks. Empty if the op cannot be rewritten."""
         if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
@@ -79,7 +77,7 @@ class _Joining(BlockWriter):
 
     @property
     def how(self) -> Attributes:
-        """Attributes of attention over blocks. With lengths there is no causal mask, because each row sees all valid keys."""
+        """Attributes of attention over blocks. With lengths, each row sees all valid keys, and there is no causal mask."""
         causal = None if self.lengths else self.op[CAUSAL] or None
         return attributes(scale=self.op[SCALE], causal=causal, bias=self.op[HAS_BIAS], blocks=self.blocks)
 

@@ -30,7 +30,6 @@ from hostweave.types.tensor import Dim
 
 
 def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
-    """Adds a dim to the values between grouped matmuls, with one index for each rank that has some of the experts."""
     return _Apart(fusion).rewritten()
 
 
@@ -48,7 +47,7 @@ class _Apart(OpRewriter):
                 self.find(op, ranks)
 
     def ranks_of(self, op: Op) -> int:
-        """Number of ranks that split the experts of a grouped matmul. 1 if the experts are not split."""
+        """Number of ranks that split the experts of a grouped matmul. 1 if the op cannot be rewritten."""
         name, type = op.tensors[1], self.fusion.types[op.tensors[1]]
         while name in self.made and self.made[name].kind in ("permute_dims", "astype", "copy"):
             if self.made[name].kind == "permute_dims" and self.made[name].attributes[0][1][0] != 0:  # type: ignore[index]
@@ -60,7 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a grouped matmul and later ones. Finds none if one is returned, or read by an op that mixes rows."""
+        """Adds the values between a grouped matmul and later grouped matmuls to `apart`, if all ops between them keep rows separate."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

@@ -1,4 +1,4 @@
-"""Makes a matmul contract several dims, if reshapes merge the same dims of both operands into its inner dim. The dims keep their shardings.
+"""Makes a matmul contract several dims, if reshapes merge them into the inner dim of both operands. A sharded dim then needs no gather.
 
     %x_2d: f32[S*B, E] = reshape(%x)                    # x: [S, B@dp, E], dy: [S, B@dp, F]
     %x_t: f32[E, S*B] = permute_dims(%x_2d, axes=(1, 0))
@@ -24,7 +24,6 @@ from hostweave.types.size import product
 
 
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
-    """Removes reshapes that merge dims only for a matmul. A sharded inner dim then need not be gathered."""
     merged = _Merging(fusion).rewritten()
     return replace(merged, body=eliminate_dead_code(merged.ops, fusion.outputs))
 

@@ -1,4 +1,4 @@
-"""Splits a matmul with a matrix that is gathered along its columns into a loop over the shards. Each iteration reads one shard in place.
+"""Turns a matmul by a matrix that is gathered along the columns into a loop over the shards.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -32,8 +32,8 @@ EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that a matmul can apply as its epilo
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
-    """Moves matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers whose loops the text of a program already contained
+    """Forms loops for the gathers for which `overlap_communication` chose chunks."""
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers with a loop in the program's text
     chunks = {choice.value: choice.chosen.chunks for choice in fusion.choices if choice.value not in done}
     loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of the matmul and its epilogues
     for op in fusion.ops:
@@ -50,7 +50,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Ops that follow a matmul and can be its epilogue. Their other operands are available before the matmul."""
+    """Chain of ops that can be the epilogue of a matmul. All further operands are available before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

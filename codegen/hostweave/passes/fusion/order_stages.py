@@ -1,5 +1,5 @@
-"""Reorders the stages of a pipeline so that no rank waits while it has work. Micro-batches in plain order become a 1F1B schedule: the order
-on the left becomes the order on the right.
+"""Reorders the stages of a pipeline so that ranks wait less. Micro-batches in plain order become a 1F1B schedule: the order on the left
+becomes the order on the right.
 
     %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)              %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)
     %g0: f32[M, N] on stage 1 = transfer(%f0)                 %g0: f32[M, N] on stage 1 = transfer(%f0)
@@ -22,10 +22,7 @@ MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predi
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster.
-
-    Keeps the order if the user streamed an op, or chose `overlap="off"` or `stages="as_written"`.
-    """
+    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
@@ -61,8 +58,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: repeatedly picks the op that can start first. Of ops that can start at the same time, picks a move, or else the
-        op with the shortest chain of dependent ops. A backward pass then precedes the forward passes of later micro-batches."""
+        """List scheduling: picks the op that can start first. Prefers moves, and then the op with the shortest chain of dependent ops.
+        A backward pass then precedes the forward passes of later micro-batches."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

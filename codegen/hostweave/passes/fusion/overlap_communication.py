@@ -43,8 +43,8 @@ from hostweave.types.tensor import BufferType
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that saves time.
 
-    A kernel that itself exchanges small blocks with other ranks is faster than a collective (see `reduce_in_kernels`), but must not overlap
-    with other communication. The pass does nothing if such kernels would save more time than overlap can hide.
+    A kernel that itself exchanges small blocks with other ranks is faster than a collective, but must not overlap with communication.
+    The pass does nothing if such kernels (see `reduce_in_kernels`) would save more time than overlap.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -98,14 +98,13 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Overlaps the communications of one body, at the stated or assumed sizes.
+    """Overlaps the communications of one body, in their order.
 
-    A communication is hoisted past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    keep their order. First, matmuls on which no large op depends move down, to positions at which a rank would otherwise wait.
+    Hoists a communication past just enough work to hide it, because the result occupies memory from its new position on. First moves
+    matmuls that no large op needs down, to positions at which a rank would wait.
 
-    An overlapped gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if these delay other ops less than a
-    collective. A choice records each decision. If there is such a choice, communications that overlap with nothing may use copy engines
-    too.
+    A choice records whether a gather or reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that
+    overlap with nothing may use copy engines too.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -131,10 +130,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks that overlap with nothing, such as gradients of norms, to the end of the body if no large op needs them.
-
-    `group_communications` can then put all these all-reduces into one group. Does nothing in bodies without matmuls.
-    """
+    """Moves all-reduces that overlap with nothing and that no large op needs to the end, so that `group_communications` can group them."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -177,7 +173,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. An op on a mesh of some ranks cannot be async, because the other ranks would wait for an event that they
-    do not record."""
+    """True if the op can be async. Ranks outside of the op's mesh would wait for an event that they do not record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

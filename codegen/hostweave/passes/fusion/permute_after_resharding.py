@@ -28,7 +28,6 @@ from hostweave.types.zigzag import Zigzag
 
 
 def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
-    """Swaps each permutation with the reshard that follows it, except slices and reshards that a chunk loop could do."""
     names, uses = FreshNames(fusion), consumers(fusion)
     keys = {name for op, _ in attended_alone(fusion) for name in op.tensors[1:3]}
     permuted: dict[str, Op] = {}

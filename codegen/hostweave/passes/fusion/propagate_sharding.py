@@ -22,7 +22,6 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
-    """Propagates shardings forward, then backward into unsharded dims. The second step keeps the shardings of the program's results."""
     types = {value.name: value.type for value in fusion.inputs}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:

@@ -1,4 +1,4 @@
-"""Moves pointwise ops past reshapes: computes them in the shape before or after the reshape, so that they fuse with kernels of this shape.
+"""Computes pointwise ops in the shape before or after a reshape, so that they fuse with kernels of that shape.
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. Nor does it move
-if one of its ops could be the epilogue of a matmul, or if its values are sharded or streamed.
+together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. The pass skips
+sharded and streamed values, and ops that could be the epilogue of a matmul.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,6 @@ Shape = tuple[Size, ...]
 
 
 def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
-    """Moves groups of ops until no further move lets ops fuse. Groups without common views move in the same round."""
     while moving := [*filter(None, map(_Groups(fusion).moved, fusion.ops))]:
         moved = _Moving(fusion, moving).rewritten()
         fusion = replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs))
@@ -104,7 +103,6 @@ class _Groups:
         ]
 
     def operands(self, names: set[str]) -> set[str]:
-        """Values that a group reads and does not compute."""
         return {operand for name in names for operand in self.made[name].tensors} - names
 
     def is_read(self, name: str) -> bool:
@@ -112,7 +110,7 @@ class _Groups:
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
 
     def may_move(self, group: _Group) -> bool:
-        """True if no other kernel reads the values of a group, or computes its operands, in the old shape."""
+        """True if all operands and consumers of a group can have the new shape."""
         for name in self.operands(group.names):
             op, shape = self.made.get(name), self.types[name].shape
             new = _regrouped(shape, group)
@@ -130,7 +128,7 @@ class _Groups:
         return True
 
     def has_epilogue(self, op: Op, group: _Group) -> bool:
-        """True if `op` is a matmul whose epilogue may be an op of the group. The matmul keeps the old shape."""
+        """True if `op` is a matmul, and an op of the group may be its epilogue."""
         readers = (user for user in self.uses[op.result.name] if user and user.result.name in group.names)
         return OPS[op.kind].is_product and any(user.kind != "astype" for user in readers)
 
@@ -158,7 +156,6 @@ class _Moving(OpRewriter):
             self.emit(op.renamed(self.dropped))
 
     def operand(self, name: str, group: _Group) -> str:
-        """An operand of an op that moves, in the new shape."""
         if name not in group.regrouped:
             op, new = self.made.get(name), _regrouped(self.types[name].shape, group)
             assert new is not None

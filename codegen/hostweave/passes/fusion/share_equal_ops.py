@@ -18,10 +18,10 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops. Does not merge user kernels, which may have side effects, nor ops in chunk loops or whose results loops read.
+    """Merges equal ops, except user kernels, and ops of chunk loops or whose results loops read.
 
-    If the result of a repeated op is returned, the op becomes a copy. Ops without operands, such as iota, are merged only if all their
-    consumers are local slices. Otherwise each kernel recomputes them.
+    A repeated op whose result is returned becomes a copy. Ops without operands, such as iota, are merged only if all consumers are local
+    slices. Otherwise each kernel recomputes them.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # removed value -> the value to use instead

@@ -32,11 +32,7 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """Moves the reduction of each partial sum past later ops where this saves bytes, or saves communications at equal bytes.
-
-    A reduction does not move past an op whose result the user streams or pins. Nor does it move past an op whose other operands would then
-    need communication.
-    """
+    """Moves the reduction of each partial sum past later ops if this saves bytes, or saves communications at equal bytes."""
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
 
@@ -105,7 +101,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """The operand, if a reshard that the compiler inserted computes the value on one mesh. Otherwise the value itself."""
+        """The operand of the reshard that computes the value, if the compiler inserted the reshard. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name

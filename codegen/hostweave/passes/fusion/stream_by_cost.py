@@ -22,10 +22,7 @@ from hostweave.tune.overlaps import alternatives, candidates, choice_of
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
-    """Streams the ops of the chosen loops. Records a choice for each candidate whose sizes are known.
-
-    If two reshards could each form a loop with the same matmul, only the first reshard does.
-    """
+    """Streams the ops of the chosen loops, and records the choices. If two reshards are next to the same matmul, only one forms a loop."""
     if options.overlap == "off":
         return fusion
     streams: dict[str, Stream] = {}  # streams of the ops on which a user would call `.stream()`

@@ -28,7 +28,6 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """Chooses how to gather keys and values of causal attention in zigzag, if all sizes are known and only this attention reads them."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
@@ -62,7 +61,7 @@ class _Numbering(OpRewriter):
             self.emit(op)
 
     def choose(self, op: Op) -> Choice | None:
-        """Chooses between a chunk loop and gathers without overlap. Inserts temporary gathers to query the cost model."""
+        """Chooses between a chunk loop and gathers without overlap. None if a size is unknown."""
         options, gathers = self.options, [self.gather(name, op) for name in op.tensors[1:]]
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 

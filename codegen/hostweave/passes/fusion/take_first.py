@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move, because for indices of other
-ranks a rank reads zeros, which the pointwise op would change.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: for indices of other ranks a rank
+reads zeros, which the pointwise op would change.
 """
 
 from dataclasses import replace
@@ -25,7 +25,6 @@ MIN_LENGTH_PER_INDEX = 16  # a take moves if it reads at most one in this many e
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:
-    """Moves takes before the pointwise ops whose results they read."""
     moved = _Taking(fusion).rewritten()
     if len(moved.ops) == len(fusion.ops):
         return fusion

@@ -21,7 +21,6 @@ from hostweave.options import Options
 
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces each select from a stack by the stacked value."""
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:

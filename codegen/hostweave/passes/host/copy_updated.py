@@ -1,4 +1,4 @@
-"""Copies the operand of an in-place update before the update, if the operand is still needed.
+"""Copies the operand of an in-place update to the result, if the two do not share memory.
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
@@ -18,7 +18,6 @@ from hostweave.options import Options
 
 
 def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Makes every updating instruction read its operand from the memory of its result."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     functions, taken = {function.name: function for function in program.functions}, {*uses.types, *uses.indices}
 

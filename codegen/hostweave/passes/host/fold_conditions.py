@@ -6,8 +6,7 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream. In a
-program of one rank, the branches for chunks of other ranks disappear, and so does the memory of these chunks.
+Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream.
 """
 
 from dataclasses import replace
@@ -32,8 +31,8 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 class _Folding:
     def __init__(self) -> None:
-        self.ranges: dict[str, Range] = {}  # ranges of the values of indices
-        self.chosen: dict[str, str] = {}  # `choose` view whose condition is known -> the buffer that the view selects
+        self.ranges: dict[str, Range] = {}  # index -> range of its values
+        self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the buffer that the view selects
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """Simplifies a body that the ranks of a mesh execute. Returns the body itself if nothing changes."""

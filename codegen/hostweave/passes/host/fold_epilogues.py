@@ -10,11 +10,11 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, an added tensor with the layout of the result, a bias with one element per column, relu, and for 16-bit results the tanh
-gelu. The epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
+Folds a factor, an added tensor of the result's layout, a bias per column, relu, and the tanh gelu of 16-bit results. The epilogue operates
+on unrounded sums. The matmul moves to the position of the kernel.
 
-Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Only such a fold saves a pass over
-memory. In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.
+Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory.
+In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.
 """
 
 from dataclasses import dataclass, replace
@@ -30,12 +30,11 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes them as f32
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes f32
 HIDES_TANH = 2  # largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt's gelu (about 5e-6)
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Folds launches into matmuls until no further fold saves a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
         launches = matmuls.uses.instructions(ir.Launch)
@@ -55,14 +54,12 @@ class _Folded:
 
 
 class _Matmuls:
-    """The kernels of a program, and the matmuls whose results they read."""
-
     def __init__(self, program: ir.HostProgram):
         self.uses = def_use(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
-        """Folds a launch into a matmul whose result the launch reads. Prefers the last such matmul. None if the launch fits no matmul."""
+        """Folds a launch into the last possible matmul that computes an operand. None if the launch fits no matmul."""
         if launch.kernel not in self.kernels:
             return None
         made = [(*found, src) for src in launch.srcs if (found := self.matmul_of(src, place))]
@@ -70,7 +67,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
-        """The matmul that writes a buffer, if only `reader` accesses the buffer and the matmul can move to `reader`. None otherwise."""
+        """The matmul that writes a buffer. None if other instructions access the buffer, or if the matmul cannot move to `reader`."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -84,7 +81,7 @@ class _Matmuls:
         return maker, matmul
 
     def folded_into(self, place: Place, matmul: ir.Matmul, made: str, launch: ir.Launch) -> _Folded | None:
-        """Folds as many ops of a launch as possible into the matmul that computes one of its operands. None if this saves nothing."""
+        """Folds as many ops of a launch as possible into the matmul that computes the operand `made`. None if this saves nothing."""
         kernel = self.kernels[launch.kernel]
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
         targets = {result.name: dst for dst, result in zip(launch.dsts, kernel.results, strict=True)}
@@ -120,7 +117,7 @@ class _Matmuls:
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
-        """True if cuBLASLt supports the matmul, and its result does not overwrite an operand."""
+        """True if cuBLASLt supports the matmul, and the result does not overwrite an operand."""
         types, root = self.uses.types, self.uses.root
         dst = types[matmul.dst]
         if not is_matrix(dst) or any(types[name] != dst for name in matmul.accumulate):
@@ -133,7 +130,6 @@ class _Matmuls:
 
 
 def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
-    """The matmul with `op` folded into its epilogue. None if that is not possible."""
     others = [operand for operand in op.operands if operand != value]
     if matmul.activation or len(others) != len(op.operands) - 1:
         return None
@@ -162,7 +158,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """The kernel without the folded ops. If the remaining ops read the result of the matmul, the result becomes an input."""
+    """The kernel without the folded ops. The result of the matmul becomes an input if remaining ops read it."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)

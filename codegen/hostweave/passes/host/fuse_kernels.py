@@ -10,8 +10,8 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
 writes %h.
 
-Also merges kernels that read the same elements, if the later launch can move to the position of the earlier launch. The pass runs after
-lowering, so kernels inside chunk loops and next to communication are fused too. Each kernel records why it is not fused further.
+Also merges kernels that read the same elements, if the later launch can move to the earlier one. Each kernel records why it is not fused
+further.
 """
 
 from bisect import bisect_left
@@ -37,17 +37,14 @@ _number = attrgetter("number")
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Fuses kernels until no kernel can be fused with the kernel that computes its operand, or merged with a kernel that reads the same
-    elements."""
     links = Links(_unshared(program))
-    # first fuses kernels whose results all consumers can recompute
+    # first fuses kernels that all consumers can recompute
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
 
 
 def finished(links: "Links") -> ir.HostProgram:
-    """Returns the changed program. Names each kernel, and records why it is not fused further."""
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
 
@@ -65,7 +62,7 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the consumers of their results. `fuse` and `join` change both, and `fused` returns the new program."""
+    """The launches of a program, and the accesses of their buffers. `fuse` and `join` change both, and `fused` returns the new program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -81,14 +78,11 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses each launch that fulfils `fits` into its consumers, as `union` does, the last launch first. Returns True if any was fused.
-
-        After each fusion, tries the fused kernel next, because its own consumers may be able to absorb it.
-        """
+        """Fuses each launch that fulfils `fits` into its consumers, as `union` does, the last launch first. True if any was fused."""
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()
+            producer = waiting.pop()  # tries a fused kernel next, because its consumers may be able to absorb it
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)
@@ -98,15 +92,15 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Merges launches that read the same elements, at the position of the earlier launch. Returns True if any were merged."""
+        """Merges launches that read the same elements, at the position of the earlier launch. True if any were merged."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges one launch into an earlier launch that reads the same elements. Returns the places that access memory of the merged
-        launch, or an empty set if no two launches can be merged."""
+        """Merges two launches that read the same elements. Returns the places that access memory of the merged launch, or an empty set if
+        no two launches can be merged."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -123,7 +117,6 @@ class Links:
         return set()
 
     def _change(self, place: Place, merged: _FusedLaunch | None) -> None:
-        """Replaces a launch by `merged`, or removes it."""
         launch = merged.launch if merged else None
         old, new = (self.uses.roots_of(i, "read", "write") if i else {} for i in (self.launches[place], launch))
         for root in old.keys() - new.keys():
@@ -147,14 +140,14 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if the instruction at `place` precedes the launch at `other`, or has been moved before this launch."""
+        """True if the instruction at `place` precedes the launch at `other`, or was moved before this launch."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
         return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
-        """Name of the value in a buffer. A chunk has the name of the whole buffer."""
+        """Name of a buffer. A chunk has the name of the whole buffer."""
         is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
         return self.root(buffer) if is_chunk else buffer
 
@@ -166,7 +159,6 @@ class Links:
         return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
 
     def _accesses(self, roots: set[str]) -> list[Place]:
-        """Places that access the memory of these alias roots, in program order."""
         touching = {place for root in roots for place in self._touches.get(root, ())}
         return sorted(touching, key=_number)
 
@@ -192,7 +184,7 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """Fused launches: of all consumers if they may recompute the results, otherwise of the first. A text says why nothing is fused."""
+        """Fused launches of all consumers if all may recompute the results, otherwise of the first. A text says why nothing is fused."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -231,7 +223,7 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is also a launch, and the two launches write adjacent slices of every buffer that both write."""
+        """True if `other` is a launch that writes slices next to those of the producer, in every buffer that both write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -276,7 +268,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """True if an instruction may write the buffers after `place` has read them, possibly in a later iteration of a loop."""
+        """True if an instruction may write the buffers after `place` has read them, perhaps in a later iteration of a loop."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
@@ -299,11 +291,8 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result reads no more bytes than loading the stored result.
-
-    Recomputing is free for a cast to a dtype that is not narrower. Recomputing a cheap formula is free if the inputs that are as large as
-    the result have, together, fewer bytes per element than the result.
-    """
+    """True if recomputing the result reads no more bytes than loading the stored result. This holds for casts to a dtype that is not
+    narrower. It also holds for a cheap formula if the inputs that are as large as the result have fewer bytes."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP
@@ -320,7 +309,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly, because it depends neither on all loop indices nor on exactly those of a row."""
+    """True if a kernel would compute a value repeatedly: the value depends neither on all loop indices, nor on those of a row."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -334,7 +323,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
     """Merges the later launch into the first one. Returns the merged launch, and the instructions that must move before the first launch.
-    None if the launches cannot be merged, or have no common operand."""
+    None if the launches cannot be merged."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))
@@ -370,11 +359,11 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses a producer's launch, at `place`, into a consumer's launch, at `into`. The fused kernel also writes the `kept` results. Names of
-    the consumer's kernel are kept."""
+    """Fuses the producer's launch, at `place`, into the consumer's launch, at `into`. The kernel also writes the `kept` results. Names of
+    the consumer's kernel stay."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
-    # buffer -> its name in the consumer
+    # buffer -> name in the consumer
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
@@ -445,7 +434,6 @@ def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """Gives each launch a separate kernel, with the location of the launch and the names of its buffers."""
     links = Links(program)
     kernels: dict[str, ir.Kernel] = {}
     changes: dict[int, ir.Launch] = {}
@@ -482,7 +470,6 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:
-    """Records for each kernel the reason why it is not fused further."""
     reasons: dict[str, dict[str, None]] = {}
     for place, launch in links.launches.items():
         reasons.setdefault(launch.kernel, {})[str(links.union(place))] = None

@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between the communications moves before the group. Instructions that only unpack received data move after the group. All these
-instructions run one after another on one stream, so the moves delay nothing. The communications keep their order.
+Computation between the communications moves before the group, and instructions that only unpack received data move after the group. All
+of them are on one stream, so the moves delay nothing.
 """
 
 from dataclasses import replace
@@ -25,8 +25,7 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications on one stream and one channel. A group does not order communications on different channels, which must have the
-    same order on all ranks."""
+    """Groups communications of one channel. Different channels need the same order on all ranks, which a group does not ensure."""
     return replace(program, body=_Grouping(program).body(program.body))
 
 
@@ -40,7 +39,7 @@ class _Grouping:
     def body(self, body: tree.Body) -> tree.Body:
         result: list[tree.Instruction] = []
         posted: list[tree.Instruction] = []  # communications of the next group
-        behind: list[tree.Instruction] = []  # instructions after the first communication that may move before the group
+        behind: list[tree.Instruction] = []  # instructions after a communication that may move before the group
         laid: list[tree.Instruction] = []  # instructions that unpack received data, and move after the group
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):
@@ -81,7 +80,7 @@ class _Grouping:
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts and that can join a group. A barrier cannot join a group, because it orders other work."""
+    """Communications that an instruction posts. Empty for a barrier, which cannot join a group, because it orders other work."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

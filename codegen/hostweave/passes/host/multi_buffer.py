@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-Iteration i is on stream i % 4 and uses slot i % 4. All iterations that use one slot are therefore on one stream, which orders them.
+Iteration i is on stream i % 4 and uses slot i % 4. One stream therefore orders all iterations that use a slot.
 """
 
 from dataclasses import replace
@@ -39,8 +39,8 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of the chunks of an allocation, each with its stream. Empty if an iteration uses several chunks, if fewer than two stream
-    blocks use the allocation, or if there are no more chunks than streams."""
+    """Views of the chunks of an allocation, each with its stream. Empty if the allocation cannot be replaced by slots, or if there are no
+    more chunks than streams."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}

@@ -1,4 +1,4 @@
-"""Fuses matmuls of few rows with the pointwise kernel that reads their results. The matmuls have a common first operand.
+"""Fuses matmuls of few rows and of one first operand with the pointwise kernel that reads the results.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -13,9 +13,9 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Other matmuls with a common first
-operand, large weights and up to MOST_ROWS rows run concurrently too. The pass runs after memory is planned, so deallocates between the
-matmuls and the kernel move after the kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. So do other matmuls with a common first
+operand, large weights and up to MOST_ROWS rows. Memory is already planned, so deallocates between the matmuls and the kernel move after the
+kernel.
 """
 
 from collections.abc import Collection, Iterator
@@ -44,7 +44,6 @@ MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading f
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Fuses matmuls of up to FEW_ROWS rows with the kernel that reads their results. Runs other matmuls of few rows concurrently."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
@@ -76,7 +75,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """Runs the matmuls concurrently. The first matmul is on the caller's stream."""
+    """Runs the matmuls concurrently, the first one on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -86,7 +85,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls with the same first operand. The matmuls of a group can move down to its last matmul, and run concurrently."""
+    """Groups of matmuls with one first operand that can move down to the last matmul of the group, and run concurrently."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):
@@ -108,7 +107,7 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if a matmul has too many rows to be fused, but reading its weights, of at least MIN_BYTES, still takes most of its time."""
+    """True if a matmul has too many rows to be fused, but reading the weights still takes most of the time."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2
@@ -153,7 +152,6 @@ def _read_products(uses: DefUse, place: Place) -> Iterator[PlacedMatmul]:
 
 
 def _between(uses: DefUse, place: Place, products: list[PlacedMatmul]) -> list[Place]:
-    """Instructions between the first matmul and the kernel."""
     makers = [maker for maker, _ in products]
     numbers = range(min(maker.number for maker in makers), place.number)
     return [p for p in uses.places if p.number in numbers and p.body is place.body and p not in makers]
@@ -164,7 +162,7 @@ def _freed(places: list[Place]) -> list[Place]:
 
 
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
-    """Properties that all matmuls of one kernel must have in common. Empty if kernels do not support the matmul."""
+    """Properties that all matmuls of one kernel share. Empty if kernels do not support the matmul."""
     a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
     if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
@@ -183,7 +181,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The fused kernel, without a name, and the buffers that it reads. Its first ops are the matmuls, followed by the ops of `kernel`."""
+    """The fused kernel without a name: the matmuls, then the ops of `kernel`. Also returns the buffers that the fused kernel reads."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

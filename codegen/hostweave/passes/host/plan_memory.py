@@ -1,4 +1,4 @@
-"""Lets buffers share memory if forks, joins and events ensure that their live ranges are disjoint.
+"""Lets buffers share memory if forks, joins and events ensure disjoint live ranges.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h
@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before the definition of its first view. A buffer is deallocated as soon as the caller's
-stream is ordered after all its uses, unless no allocation follows. The order of allocates and deallocates is the plan: a buffer may reuse
-the bytes of buffers whose deallocate precedes its allocate. Offsets are computed at run time, when sizes are known.
+A buffer is allocated before its first use, or before the definition of its first view. A buffer is deallocated once the caller's stream is
+ordered after all uses, unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocate.
+Offsets are computed at run time, when sizes are known.
 """
 
 from collections import defaultdict
@@ -26,14 +26,13 @@ from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves allocates down and inserts deallocates. Their order then determines which buffers may share memory."""
     return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
 StreamId = tuple[str, int]  # a stream: its pool and index
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> the stream that last recorded it (None: the caller's), and the index of the body's instruction that contains the record
+# event -> stream of the last record (None: the caller's stream), and index of the child that contains this record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
@@ -42,10 +41,10 @@ _Touch = tuple[int, StreamIds]
 
 
 class _VectorClock:
-    """Order between the streams and the children of a body. A child is an instruction of the body, named by its index."""
+    """Order between the streams and the children of a body. A child is an instruction of the body, given by its index."""
 
     def __init__(self) -> None:
-        # for each child: stream -> the earlier child after which the child's work on this stream may begin
+        # for each child: stream -> earlier child after which work of the stream may begin
         self.begun: list[dict[StreamId, int]] = []
         # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
@@ -58,10 +57,8 @@ class Planner:
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
     def body(self, body: tree.Body, on_caller: bool) -> tree.Body:
-        """Plans the memory of a body. `on_caller` is True outside of stream blocks.
-
-        Each instruction of an `on` body is a separate child.
-        """
+        """Plans the memory of a body. `on_caller` is True outside of stream blocks. Each instruction of an `on` body is a separate
+        child."""
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
         own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
         if not own:
@@ -101,7 +98,7 @@ class Planner:
     # --- first and last uses ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """The child before which a buffer must be allocated, so that no stream accesses it earlier."""
+        """The child before which a buffer must be allocated, because a stream may access the buffer from then on."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
@@ -128,7 +125,7 @@ class Planner:
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
-        """Accesses of every buffer. A stream that the child itself forks and joins counts as the caller's stream."""
+        """Accesses of every buffer. A stream that the child forks and joins counts as the caller's stream."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
@@ -153,7 +150,7 @@ class Planner:
     # --- order of streams ---
 
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
-        """Derives the order from forks, joins, and events that the body itself records and waits for."""
+        """Derives the order from the forks, joins, records and waits of the body."""
         known = _VectorClock()
         begun: dict[StreamId, int] = {}
         recorded: RecordedEvents = {}
@@ -178,8 +175,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Records before the end are
-        ignored, because work of the block follows them."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at the end. Work of the block follows
+        other records, which are therefore ignored."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")

@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType
 def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses = def_use(program)
     gone: set[int] = set()
-    made: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction before which they are inserted
+    made: dict[int, tree.Body] = {}  # number of an instruction -> new instructions before it
     names: dict[str, str] = {}
     for name, place in uses.allocates.items():
         chunks = _chunks(uses, name)
@@ -38,7 +38,7 @@ def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
-    """Views through which a stream block uses one chunk of an allocation per iteration. Empty if the allocation has other uses."""
+    """Views of the one chunk of an allocation that a stream block uses per iteration. Empty if the allocation has other uses."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in touches}
     if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:
@@ -61,7 +61,7 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The instruction directly in the stream block, or in an `on` body of the block, that is or contains the instruction at `place`."""
+    """The child of the stream block, or of an `on` body in the block, that is or contains the instruction at `place`."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]

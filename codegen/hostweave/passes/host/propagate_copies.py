@@ -27,8 +27,8 @@ it there:
       copy %x -> %xg
     }
 
-If a branch has several copies, the pass tries the last copy first. A copy is kept if the layouts differ, or if an instruction must still
-read the destination. A `choose` view has two alias roots, so the pass runs after the passes that need one root per name.
+If a branch has several copies, the pass tries the last copy first. A `choose` view has two alias roots, so the pass runs after the passes
+that need one root per name.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The last copy in a branch of a loop. None if the layouts of source and destination differ, if this side of the branch has
-    instructions that are neither copies nor views, or if there is no copy."""
+    """The last copy in a branch of a loop. None if there is no copy that the pass may remove."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -85,16 +84,14 @@ class _Copy:
     condition: Expr  # condition of the copy
     views: tree.Body  # views before the copy
     copies: tree.Body  # other copies before the copy
-    others: tree.Body  # instructions of the other side
+    others: tree.Body  # instructions of the other branch
     src: str
     dst: str
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
-        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view.
-
-        The `choose` is placed before its first user, after the `views` that it needs. The `kept` views are placed where the copy was.
-        """
+        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view, which follows the `views` that it needs.
+        The `kept` views are placed where the copy was."""
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
         first = self.child(users[0])
@@ -105,7 +102,7 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the instruction, in the body that contains the branch, that is or contains the instruction at `place`."""
+        """Number of the instruction next to the branch that is or contains the instruction at `place`."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
@@ -116,10 +113,8 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers of the destination read the source. Empty if not all readers in the loop can do so.
-
-        If an instruction after the loop reads the destination, the copy moves to the end of the body.
-        """
+        """Edits that make later readers of the destination read the source. Empty if a reader in the loop cannot do so. If the destination
+        is read after the loop, the copy moves to the end of the body."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
@@ -151,8 +146,8 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and the views of its result. Without such a kernel: the number of
-        instructions in the program, and no views."""
+        """Number of the first kernel that overwrites the whole copy, and the views of its result. Without such a kernel, a number above
+        all others, and no views."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -163,7 +158,8 @@ class _Copy:
     # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> BodyEdits:
-        """Edits that compute the source directly in the destination. Empty if the destination is still in use at that time."""
+        """Edits that compute the source directly in the destination. Empty if the destination is still in use, or if a use of the source
+        forbids this."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
         if self.src not in self.uses.allocates or not users or self.copies:
@@ -182,7 +178,7 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """Instructions in `before` that define indices and views of the `choose`. None if it needs other kinds of instructions."""
+        """Instructions in `before` that define indices and views of the `choose`. None if other kinds of instructions define them."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):

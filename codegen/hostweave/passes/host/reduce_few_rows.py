@@ -7,8 +7,7 @@
                                                           launch @sum_y %rows -> %y
                                                         }
 
-The kernel is not added if the options state the sizes and there are many rows. If the sizes are ints, `split_reductions` has already
-chosen one kernel or two.
+The kernel is not added for many rows of stated sizes. For ints, `split_reductions` has already chosen one kernel or two.
 """
 
 from dataclasses import replace
@@ -30,13 +29,12 @@ AT_ONCE = 1 << 14  # elements that a block of 512 threads reads with a few acces
 
 
 def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Adds a kernel for few rows if a reduction was split into two and its number of rows is unknown."""
     links, kernels = Links(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # a launch that is already in a pair joins no other pair
+        if {first.number, last.number} & edits.keys():  # a launch is in one pair only
             continue
         launch, kernel, elements = found
         typical = elements.at(options.sizes)
@@ -52,7 +50,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _last(links: Links, first: Place) -> Place | None:
-    """The launch that is the only consumer of the only result of the launch at `first`. None if there is none."""
+    """The launch that is the only consumer of the launch at `first`, or None."""
     launch = links.launches[first]
     (dst, *others), root = launch.dsts, links.root(launch.dsts[0])
     users = links.others(first, dst)
@@ -84,7 +82,7 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
 
 
 def _combine(rows: Op, total: Op) -> bool:
-    """True if a reduction of a reduction equals one reduction over the dims of both."""
+    """True if the two reductions equal one reduction over all their dims."""
     combine = OPS[total.kind].combine
     if combine and combine.is_mean and total[COUNT] != Size(0):  # the mean of sums, with an explicit divisor
         combine = replace(combine, is_mean=False)

@@ -8,7 +8,7 @@
                                                     }
 
 The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel occupies the device while it
-waits for other ranks, so no other communication may overlap with it. Programs that communicate on separate streams keep their collectives.
+waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
 """
 
 from dataclasses import replace
@@ -33,7 +33,6 @@ IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
 
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves small collectives into kernels. If the size is symbolic, a condition chooses the kernel or the collective at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
@@ -77,7 +76,7 @@ class _Reducing:
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.FromTo) -> int:
-        """Largest number of elements that a kernel should send to each rank, or 0."""
+        """Largest number of elements that a kernel should send to each rank. 0 if a kernel cannot do the collective."""
         channel, is_nested = self.given.channel(i.channel), place.loop or place.mesh_body or place.statement != place.number
         is_sum = not isinstance(i, ir.Reduction) or i.op == "sum"
         if not is_sum or i.is_shared or is_nested or channel.mesh != self.given.mesh:
@@ -97,8 +96,8 @@ class _Reducing:
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
         """True if the kernel of the collective may do the work of the consumer. This is always possible for an all_reduce.
 
-        Otherwise no array of the consumer may be larger than the collective's result, because the kernel has few thread blocks. The
-        consumer must also not read the collective's operand, because in the kernel this buffer stands for the blocks of all ranks.
+        For other collectives, no array of the consumer may be larger than the result, because the kernel has few thread blocks. The
+        consumer must not read the collective's operand, because in the kernel this buffer stands for the blocks of all ranks.
         """
         if not i.blocks:
             return True

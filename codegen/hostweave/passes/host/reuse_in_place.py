@@ -1,4 +1,4 @@
-"""Lets a result reuse the memory of an operand that is not used afterwards, or computes an operand into the memory of the result.
+"""Lets a result reuse the memory of an operand after its last use, or computes an operand into the memory of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -9,11 +9,10 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to the destination. An instruction may write a result over an operand if each element of the result depends only on operand elements
-at the same index, as `may_overwrite` decides. A matmul may write over the buffer onto which it accumulates.
+writes to the destination. `may_overwrite` decides whether an instruction may write a result over an operand, element by element. A matmul
+may write over the buffer onto which it accumulates.
 
-Some results must be in the memory of a donated input. Such a result is computed in the input's memory if all reads of the input precede the
-computation. Otherwise it is copied there at the end.
+A result in donated memory is computed there if all reads of the input come before. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -40,12 +39,12 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """The decisions so far. `merged` maps each removed allocation to the buffer that it is now a view of."""
+    """The decisions so far. `merged` maps each removed allocation to the buffer whose memory it shares."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of removed instructions
-        self.before: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction before which they are inserted
+        self.before: dict[int, tree.Body] = {}  # number of an instruction -> new instructions before it
         # accesses and views of each buffer, including those of merged buffers
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
@@ -107,8 +106,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be in this memory. All reads of the input must precede
-        the computation of the operand."""
+        """Places the operand in the memory of a donated input, if the result must be there, and reads of the input come before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -126,7 +124,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """If only a copy uses the result of a kernel, replaces the copy by the kernel, which then writes to the destination of the copy."""
+        """If only a copy uses the result of a kernel, moves the kernel to the copy, and makes it write to the copy's destination."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
@@ -158,7 +156,7 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its whole memory, and the result is in other memory, with the same dtype and number of elements."""
+        """True if the operand covers its whole memory, and the result has other memory, the same dtype and as many elements."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
@@ -169,7 +167,7 @@ class _Sharing:
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `gone` is not in a window, or if `into` is in a window too."""
+        """True if `into` is in a window, or `gone` is not."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
@@ -179,7 +177,7 @@ class _Sharing:
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if stream order, a join or a fork ensures that the instruction at `other` ends before the instruction at `place` runs."""
+        """True if stream order, joins and forks ensure that the instruction at `other` ends before the instruction at `place` runs."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -224,7 +222,7 @@ class _Sharing:
         return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
-        """Removes views, together with instructions that were inserted before them. Returns all removed instructions."""
+        """Removes views and the instructions that were inserted before these views. Returns all removed instructions."""
         moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)

@@ -21,8 +21,8 @@ becomes
       }
     }
 
-A wait waits for the latest record of its event, so one event suffices to order communications across streams, in issue order.
-Communications that streams and events already order are not changed.
+A wait waits for the latest record of its event, so one event orders communications across streams. Communications that streams and events
+already order do not change.
 """
 
 from dataclasses import replace
@@ -35,7 +35,6 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Orders the communications that a rank must order and does not, as `unordered_instructions` finds them."""
     if not (in_turn := unordered_instructions(program)):
         return program
 
@@ -64,10 +63,7 @@ class _Turns:
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record.
-
-        Each stream block with unordered communications gets one turn, and so does each unordered communication on the caller's stream.
-        """
+        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
@@ -81,8 +77,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes the instruction if it is of this kind, a wait or a record, and uses the turn's event. If it is a stream block, removes
-        such instructions from its body."""
+        """Removes a wait or record (`kind`) of the turn's event: the instruction itself, or instructions in a stream block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
@@ -99,7 +94,7 @@ class _Turns:
         if first == last and alone.condition_of_body:  # adds the turn inside: a branch without communication need not wait
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
-        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # ranks need not wait for instructions of other ranks
+        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # a rank need not wait for instructions of other ranks
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

@@ -21,7 +21,6 @@ from hostweave.passes.host.plan_memory import Planner
 
 
 def sink_allocations(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves allocations down. Programs without `on` bodies do not change."""
     if not any(i.ranks for i in tree.walk(program.body)):
         return program
     planned = Planner(program).body(program.body, on_caller=True)

@@ -4,8 +4,8 @@
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Loop-invariant views move before the loop, and before the fork of its streams. Equal views in several instructions of a body, such as two
-stream blocks, are replaced by one view before them.
+Loop-invariant views move before the loop, and before the fork of its streams. Equal views in several instructions of a body become one view
+before these instructions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 def _shared(body: tree.Body) -> tree.Body:
     """Replaces equal views in several instructions, or in all iterations of a loop, by one view before these instructions or this loop.
-
-    At least one of the equal views must be outside of all conditions, because a condition may keep the index of a view in range.
-    """
+    One of the equal views must be outside of all conditions, because a condition may keep the index of a view in range."""
     # view without its name -> the names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):
@@ -56,7 +54,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction that can move before the instruction. An instruction that is a view yields itself."""
+    """Views in an instruction that can move before the instruction."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
@@ -84,7 +82,7 @@ def _line(i: tree.Instruction) -> _Line:
 
 
 def _place(view: tree.Instruction, lines: _Lines) -> None:
-    """Inserts a view before its first user in `lines`, and before other views there, or into a body of its only user (see `_inside`)."""
+    """Inserts a view before its first user in `lines`, or into a body of its only user."""
     (out,) = tree.names(view, "view")
     users = (k for k, (_, uses) in enumerate(lines) if out in uses)
     at = next(users, 0)
@@ -104,8 +102,10 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None for a loop or a group, or if several bodies use the view. Also None if
-    the view depends on the rank and the body is an `on` body, because coordinates in this body refer to another mesh."""
+    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view.
+
+    Also None for an `on` body and a view that depends on the rank, because the coordinates in the body are those of another mesh.
+    """
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

@@ -23,7 +23,6 @@ from hostweave.options import Options
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves joins down past instructions on the caller's stream that do not access memory of the joined streams."""
     return replace(program, body=_sunk(program.body, def_use(program)))
 
 

@@ -33,11 +33,10 @@ from hostweave.host_ir.calls import names_in, renamed
 from hostweave.host_ir.expr import Var, binary
 from hostweave.options import Options
 
-NAMES = ("view", "index")  # roles of instructions that may be duplicated
+NAMES = ("view", "index")  # instructions with these roles may be duplicated
 
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Pipelines loops whose communications are serialised, unless ranks would then wait for each other in a cycle."""
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
@@ -91,7 +90,6 @@ class _Ahead:
     # --- cutting an iteration ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        """Splits the body of a stream block. If the body consists of `on` bodies for different ranks, splits each `on` body."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)
@@ -100,8 +98,7 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Splits after the first communications, before computation that another communication follows. None if there is no such position,
-        if the body allocates or frees memory, or if the split would reorder a channel."""
+        """Splits after the first communications, before computation that another communication follows. None if no split is possible."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
@@ -134,5 +131,5 @@ def _only_names(i: tree.Instruction) -> bool:
 
 
 def _posted(body: tree.Body) -> set[tuple[str, str]]:
-    """Pairs of a channel and a kind of communication: send, recv or collective. Communications of a pair match in posting order."""
+    """Pairs of a channel and a kind of communication. Communications of a pair match in posting order."""
     return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

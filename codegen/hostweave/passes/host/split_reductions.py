@@ -1,4 +1,4 @@
-"""Splits a large reduction with few results into two kernels. Many thread blocks can then share the rows.
+"""Splits a large reduction with few results into two kernels. Many thread blocks then share the rows.
 
     launch @sum_y %x -> %y
 
@@ -27,7 +27,6 @@ MIN_ELEMENTS = 1 << 16  # smallest total number of elements
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Splits large reductions with few results, outside of loops."""
     split = _Split(program)
     body = split.body(program.body)
     return replace(program, body=body, kernels=launched(split.kernels.values(), body))

@@ -5,8 +5,8 @@
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
-with `%y: bf16[M, 50257]`. If the contracted dim is split, the matmul of the remaining terms runs first, and the aligned matmul adds to this
-first result. Matmuls with rows that do not start at multiples of 16 bytes are skipped. `widen_rows` aligns most rows before.
+with `%y: bf16[M, 50257]`. If the contracted dim is split, the aligned matmul adds to the result of the other matmul. Matmuls with rows that
+do not start at multiples of 16 bytes are skipped. `widen_rows` aligns most rows before.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ from hostweave.types.tensor import BufferType
 
 
 def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Splits each matmul that is faster after the split, unless rows of a matrix are unaligned."""
     types, taken = def_use(program).types, names_in(program)
 
     def split(i: tree.Instruction) -> tree.Body | None:
@@ -57,7 +56,7 @@ def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> I
 
 
 def _along(matmul: ir.Matmul, dim: str, types: dict[str, BufferType]) -> dict[tuple[str, int], None]:
-    """The buffers of a matmul that have the dim m, n or k, each with the index of the dim."""
+    """Buffers of a matmul with the dim m, n or k, each with the index of the dim."""
     sides = [(getattr(matmul, field), sides.index(dim) - 2) for field, sides in SIDES.items() if dim in sides]
     if dim != "k":
         sides += [(name, SIDES["dst"].index(dim) - 2) for name in matmul.accumulate]

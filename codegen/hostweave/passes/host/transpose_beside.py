@@ -7,8 +7,8 @@
     copy %q_transposed -> %q_by_rows                matmul %q_by_rows, %v -> %z
     matmul %q_by_rows, %v -> %z
 
-with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both layouts. A
-kernel with a reduction is not changed, because its thread blocks do not process tiles.
+with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both layouts.
+Kernels with reductions do not change: thread blocks do not process tiles.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None
 
 
 def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
-    """True if the copy can move to the launch at `first`, which computes its operand."""
+    """True if the copy can move to the launch at `first`, which computes the operand."""
     (dst,) = tree.names(copy.instruction, "write")
     is_whole = uses.root(dst) == dst and len(uses.types[result].shape) == 2
     if copy.body is not first.body or copy.number < first.number or not is_whole:
@@ -60,7 +60,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
-    """The program in which the launch at `first` also writes the copy. None if the kernel would not write the copy in tiles."""
+    """The program in which the launch at `first` also writes the copy. None if the kernels cannot fuse, or would not write tiles."""
     (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
     (result,) = tree.names(path[0], "alias")
     types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}

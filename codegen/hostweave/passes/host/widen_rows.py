@@ -5,8 +5,8 @@
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
-The padding after a row is never read or written. Inputs and outputs of the program have no padding, so a kernel copies an input before the
-matmul, or an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
+The padding is never read or written. A kernel copies an unaligned input before the matmul, or an output after the matmul, because inputs
+and outputs of the program have no padding. `split_unaligned` later splits off the 50257th column.
 """
 
 from collections.abc import Iterator
@@ -64,8 +64,8 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window. Also
-        empty if an instruction that accesses the buffer does not support padded rows."""
+        """Types of a buffer and its views after the rows are padded. Empty if an access, a view or the owner of the memory does not allow
+        padding."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
@@ -81,7 +81,6 @@ class _Rows:
         return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
 
     def accepts(self, i: tree.Instruction, types: dict[str, BufferType]) -> bool:
-        """True if an instruction can access buffers of these types."""
         launched = tree.names(i, "launch")
         is_accepted = bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges
         return is_accepted or i.copies or takes_padded_rows(i, types)
@@ -94,7 +93,7 @@ class _Rows:
         yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
 
     def copy(self, old: str, is_result: bool, at: ir.Matmul, before: list[tree.Instruction], after: list[tree.Instruction]) -> str:
-        """Copies an operand to memory with aligned rows before the matmul, or a result from it after the matmul. Returns the new matrix."""
+        """Copies an operand to aligned rows before the matmul, or a result from aligned rows after the matmul. Returns the new matrix."""
         type, turned = self.uses.types[old], None
         if rows_of(type)[0] == -2:  # the rows in memory are the columns of the matrix
             rank = len(type.shape)
@@ -115,7 +114,7 @@ class _Rows:
         return back
 
     def copying(self, src: str, dst: str, type: BufferType) -> str:
-        """Name of a new kernel that copies a buffer. The kernel can fuse with kernels that read the result."""
+        """Name of a new kernel that copies a buffer, and can be fused."""
         tensor, kernel = unsharded(type), unique_name(f"copy_{dst}", self.kernels)
         self.kernels[kernel] = ir.Kernel(kernel, (ir.Parameter(src, tensor),), (Op("copy", (src,), Value(dst, tensor)),))
         return kernel

@@ -1,4 +1,4 @@
-"""Lowers asynchronous communication (`async`) to work on a separate stream. An event marks each result for which another stream waits."""
+"""Lowers asynchronous communication (`async`) to work on a separate stream. An event marks each result that another stream needs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,17 +11,15 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
 COMM = "comm"  # stream of asynchronous communication
-COPIES = "copies"  # stream of local copies after a communication; the next communication need not wait for them
+COPIES = "copies"  # stream of local copies after a communication, so that the next communication need not wait
 
 
 class Asynchronous:
-    """Emits communications on a separate stream, and makes the caller's stream wait before it uses a result."""
-
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> its event, or "" if no op reads the value
+        self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> event, or "" if no op reads the value
         self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> the event of the copy
-        # value that the caller's stream sums from terms after its wait -> functions that emit the sums
+        # value that the caller's stream sums from terms after a wait -> functions that emit the sums
         self.sums: dict[str, list[Callable[[], None]]] = {}
         self.is_forked = False
 
@@ -30,7 +28,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits the instructions of `communicate` on the separate stream, behind all work already issued on the caller's stream."""
+        """Emits the instructions of `communicate` on the separate stream, after all work that the caller's stream already has."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -73,7 +71,6 @@ class Asynchronous:
         return busy is not None and op.result.name in map(self.flow.viewed, busy.tensors)
 
     def settle(self, ops: Iterable[Op]) -> None:
-        """Emits waits for the operands of ops. For a call of a function that communicates, emits waits for all asynchronous work."""
         for op in ops:
             if self.flow.is_view(op) or self.takes(op):  # accesses no memory, or only on the separate stream
                 continue
@@ -83,8 +80,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait for a value, by the value's event. A value that no op reads has no event. If the end of the body
-        copies a view of such a value to a result, the stream waits for all communication."""
+        """Makes the caller's stream wait for a value. Waits for all communication if the value has no event, because no op reads it."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:
@@ -94,7 +90,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Makes the caller's stream wait for all work of the communication stream, and for the copies on the stream COPIES."""
+        """Makes the caller's stream wait for all work of the communication stream and of the stream COPIES."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

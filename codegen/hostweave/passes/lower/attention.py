@@ -58,8 +58,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. If a row attends to no key of the block, its result is 0 and its log-sum-exp is
-        -inf. The block then has weight 0 when the blocks are merged."""
+        """Emits attention to the current block of keys. A row that sees no key of the block gets the result 0 and the log-sum-exp -inf,
+        which has weight 0 when blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -101,7 +101,6 @@ class Attentions:
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
         def own(buffer: str) -> str:
-            """Removes the dim of key blocks, if there is one."""
             return self.b.reshape(buffer, self.b.types[buffer].shape[1:], f"{buffer}_own") if in_blocks else buffer
 
         def of(word: str, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -138,7 +137,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Name of the kernel library of this package that the attention needs, or ""."""
+        """Name of the library of attention kernels that the op needs, or "" if cuDNN supports the op."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -158,8 +157,7 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Index of the last column to which a row attends, minus the index of the row. None without a causal mask.
 
-        The diagonal depends on the global indices of the rank's first row and first column. With "bottom_right", the number of columns is
-        added, and the number of rows is subtracted. If there are lengths, the instruction itself adds the number of valid columns.
+        With "bottom_right", the number of columns minus the number of rows is added. The instruction itself adds a number of valid columns.
         """
         if not op[CAUSAL]:
             return None

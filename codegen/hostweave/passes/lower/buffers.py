@@ -1,4 +1,4 @@
-"""Maps values, and their chunks in a loop, to buffers and views. On first use, allocates the buffer or defines the view."""
+"""Maps values, and their chunks in a loop, to buffers and views, on first use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,15 +23,14 @@ class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.by_value: dict[str, str] = {}  # value -> the buffer or view that contains the whole value
-        self.by_step: dict[str, str] = {}  # value that only one loop uses -> a buffer with one chunk per iteration
-        self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the chunk of the current iteration
+        self.by_step: dict[str, str] = {}  # value that only one loop uses -> a buffer with a chunk of each iteration
+        self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps each input to its parameter. Maps an output to its parameter if an op writes the output. Returned views and inputs are
-        copied at the end.
+        """Maps each input to its parameter, and each output that an op writes.
 
-        A result in donated memory is also copied at the end, when the input is no longer needed. `reuse_in_place` later removes such copies
-        if possible.
+        Returned views and inputs are copied at the end. So is a result in donated memory, which other ops may still read.
+        `reuse_in_place` later removes such copies if possible.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
@@ -40,7 +39,6 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """Buffer or view that contains a whole value. Allocates the buffer, or defines the view, on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -55,7 +53,7 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """Contiguous buffer that contains a whole value, for functions and user kernels."""
+        """Contiguous buffer of a whole value, for calls and user kernels."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # an allocation is visible outside of the `on` body, a view is not
@@ -70,7 +68,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """Memory for the operand of the view `op`: a view of the result's memory with the operand's shape."""
+        """View of the result's memory with the operand's shape, for the operand of the view `op`."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
@@ -83,8 +81,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. The dims of the
-        buffer are aligned with the dims of the result's chunk."""
+        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. The dims match
+        the dims of the result's chunk."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -117,7 +115,7 @@ class Buffers:
         return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
     def take_chunks(self, op: Op, steps: LoopSteps) -> None:
-        """Allocates a buffer of chunks for a value that only a loop uses, if chunks of the whole value would be strided."""
+        """Allocates a buffer of chunks for a value that only one loop uses, if chunks of the whole value would be strided."""
         value, stream = op.result, op.result.walked
         is_new = value.name not in self.by_value and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
@@ -152,7 +150,6 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: LoopSteps | None) -> None:
-        """Defines the result of a view op, as a view of the whole operand or of its current chunk."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -172,7 +169,7 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of the operand's block that becomes this rank's shard."""
+        """View of the block of the operand that is this rank's shard."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
@@ -216,7 +213,6 @@ class Buffers:
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:
-        """Contiguous copy of a value whose memory layout does not allow the view."""
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)

@@ -39,7 +39,7 @@ class Kernels:
         return self.keep(ir.Kernel("", inputs, (body,)), same)
 
     def keep(self, kernel: ir.Kernel, same: object = None) -> str:
-        """Registers a kernel and returns its name. Returns the name of an equal kernel if there is one."""
+        """Registers a kernel, unless there is an equal kernel, and returns the name."""
         same = same or kernel
         if same not in self.made:
             self.made[same] = replace(kernel, name=self.free(kernel.descriptive_name))
@@ -77,7 +77,7 @@ class Kernels:
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces buffers of terms, and rounds once. A buffer with an additional first dim has several terms."""
+        """Name of the kernel that reduces buffers of terms, and rounds once. The additional first dim of a buffer counts terms."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -102,14 +102,13 @@ class Kernels:
         return self.named(f"{one_more}_landed_{result.name}", {name: name for name in terms}, ops)
 
     def named(self, name: str, operands: Mapping[str, str], ops: Iterable[Op]) -> str:
-        """Registers a kernel of these ops. `operands` maps each buffer to the name of its operand. Returns the name of the kernel."""
+        """Registers a kernel of `ops` and returns the name. `operands` maps each buffer to the name of an operand."""
         inputs = tuple(ir.Parameter(operand, self.tensor(buffer)) for buffer, operand in operands.items())
         kernel = ir.Kernel(self.free(name), inputs, tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 
     def free(self, wanted: str) -> str:
-        """Returns `wanted`, with a number appended if another kernel has this name."""
         return unique_name(wanted, {kernel.name for kernel in self.made.values()})
 
     def tensor(self, buffer: str) -> TensorType:

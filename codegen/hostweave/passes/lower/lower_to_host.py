@@ -12,7 +12,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-`placement.py` first decides which results need no separate memory.
+`placement.py` decides which results need no separate memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ RING = "ring"
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
-    """Lowers a fusion and its functions. Each reshard must be one communication or one local slice."""
+    """Lowers a fusion and its functions. Every reshard must be a single step."""
     uneven = uneven_sizes(fusion, options.transports[0])
     channels: dict[str, ir.Channel] = {}
     windows = _in_windows(fusion, frozenset(options.windows))
@@ -72,7 +72,7 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters in windows. A function's parameter is in a window if every call passes memory in a window."""
+    """Parameters in windows, by body. A function's parameter is in a window if every call passes memory in a window."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
@@ -99,7 +99,6 @@ class _Lowering:
         self.lowering: Lowering | None = None  # emits the communication of the current loop
 
     def most_streams(self) -> int:
-        """Largest number of streams that a loop of the body uses."""
         return max((self.streams_of(item) for item in self.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
 
     def streams_of(self, loop: ChunkLoop) -> int:
@@ -109,7 +108,6 @@ class _Lowering:
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
-        """Lowers the body to a program whose loops use up to `streams` streams."""
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
         donated = f.donated or ("",) * len(f.outputs)
@@ -153,7 +151,7 @@ class _Lowering:
             self.b.emit(ir.Copy(given, own))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
-        """Copies results that are views of donated inputs, before the inputs are overwritten. Returns the buffer of each result."""
+        """Copies results that are views of donated inputs before the inputs are overwritten. Returns the buffers of these results."""
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:
@@ -170,7 +168,7 @@ class _Lowering:
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window, group)
 
     def loop(self, loop: ChunkLoop) -> None:
-        """Emits a chunk loop. If the chunks do not divide the rows, emits another loop for the remaining rows."""
+        """Emits a chunk loop, and a second loop for the remaining rows if the chunks do not divide the rows."""
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
@@ -214,7 +212,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop over the shards of an earlier gather, for a matmul and its epilogues. The rank's own shard comes first."""
+        """Emits the loop of a matmul and its epilogues over the shards of an earlier gather. The rank's own shard comes first."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.made[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
@@ -282,7 +280,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to the dims of a chunk. A chunk may lack the dim of the loop, or have two dims in its place."""
+        """Adjusts the axes of a reduction to the dims of a chunk. A chunk may lack the dim of the loop, or have two dims for it."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -311,7 +309,7 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Launches a kernel for a matmul of ints, which cuBLASLt does not support. The inputs of a kernel must be different buffers."""
+        """Launches a kernel, because cuBLASLt supports no ints. The inputs of a kernel must be different buffers."""
         b = self.copied(b, steps) if a == b else b
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
@@ -344,8 +342,7 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul, in a loop if there is a batch dim. The field `first` of the instruction is the global index of this
-        rank's first row."""
+        """Emits a grouped matmul, in a loop if there is a batch dim. `first` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
         mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]
@@ -378,7 +375,7 @@ class _Lowering:
     # --- functions and user kernels ---
 
     def call(self, op: Op, function: Fusion) -> None:
-        """Emits a call, which all ranks execute. Inside the function, `on` bodies restrict work to the ranks of a mesh."""
+        """Emits a call on all ranks. Inside the function, `on` bodies restrict work to the ranks of a mesh."""
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -417,7 +414,7 @@ class _Lowering:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
-        """Copies each operand of a concat or pad to its part of the result, unless it was computed there. Fills the borders of a pad."""
+        """Copies operands of a concat or pad to their parts of the result, unless they were computed there. Fills the borders of a pad."""
         for number, source in enumerate(sources):
             place = part(self.b, self.flow, op, number, target, steps)
             if place != source:

@@ -1,4 +1,4 @@
-"""Finds results that need no separate memory, because their ops can write directly into the memory of another value.
+"""Finds results whose ops can write directly into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
@@ -32,11 +32,11 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
 @dataclass(frozen=True)
 class Placement:
-    parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
+    parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result the value is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> its view, which gets memory; the op of the value writes into the memory of the view
-    within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
-    by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; their shards are stored contiguously
+    inverse_view: dict[str, Op]  # value without memory -> its view, which has memory that the value's op writes
+    within_loops: frozenset[str]  # values that only one loop uses, so that their layout is free
+    by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; each shard is contiguous
 
 
 def placement_of(flow: Dataflow) -> Placement:
@@ -48,7 +48,6 @@ def placement_of(flow: Dataflow) -> Placement:
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
-    """The view that converts the result of the view `op` back to its operand."""
     if op.kind == "permute_dims":
         axes = op[ORDER]
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
@@ -56,7 +55,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value. False if a consumer is a slice or transpose, which is a view of the whole value."""
+    """True if only this loop uses a value, and no consumer is a slice or transpose, which views the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -69,8 +68,7 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if one kernel should compute a concat or pad. This is so if no operand comes from an op, such as a matmul, that could write
-    directly into the result."""
+    """True if one kernel should compute a concat or pad. False if the op of an operand, such as a matmul, could write into the result."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MAX_JOINED:
         return False
@@ -80,7 +78,7 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
 
 
 def _is_placed(flow: Dataflow, name: str) -> bool:
-    """True if the op of a value is not pointwise, and can write directly into the result of a concat or pad."""
+    """True if the op of a value is not pointwise, and can write into the result of a concat or pad."""
     made = flow.made.get(name)
     if made is None:
         return False
@@ -95,10 +93,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed directly into the result, if their other consumers can read them there.
-
-    Includes views that only add dims of one element, and views that are the only use of a value whose op is not pointwise.
-    """
+    """Operands of concat and pad that are computed directly into the result, if other consumers can read them there."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
@@ -110,8 +105,7 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """True if a value can be stored in the memory of `op`'s result. Other consumers must be attention ops, which can read strided
-    operands."""
+    """True if a value can be stored in the memory of `op`'s result. Other consumers must be attention ops, which read strided operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
     are_read = all(user.kind in COUNTS and name in user.tensors[:STRIDED_OPERANDS] for user in others)
@@ -119,7 +113,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if the view `op` only adds dims of one element, and the op of the viewed value can write directly into the view's memory."""
+    """True if the view `op` only adds dims of one element, and the op of the viewed value can write into the view's memory."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -138,8 +132,8 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value whose only use is a view to this view, if memory is allocated for the view. The op of the value then writes through
-    the inverse view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
+    """Maps each value whose only use is a view to this view, if the view gets the memory. The value's op then writes through the inverse
+    view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
@@ -154,8 +148,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """The views between a value whose op is not pointwise and an operand of a concat or pad, in the form that `_chain` returns. Empty if
-    the operand must be copied."""
+    """Views between a value whose op is not pointwise and an operand of a concat or pad, as `_chain` returns. Empty if the operand must be
+    copied."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}

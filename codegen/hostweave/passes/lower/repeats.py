@@ -31,15 +31,12 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True)
 class _Carried:
-    """Memory of a value that is carried from call to call.
-
-    The memory is one buffer that each call updates, two buffers that alternate, or one buffer that `keeps` the values of all calls.
-    """
+    """Memory of a value that is carried from call to call."""
 
     name: str
     source: str  # operand of the first call
-    buffers: tuple[str, ...]
-    keeps: str = ""  # "taken": stores the operands of all calls, and the last result; "given": stores the results of all calls
+    buffers: tuple[str, ...]  # one buffer that each call updates or that keeps all values, or two that alternate
+    keeps: str = ""  # "taken": `buffers` has the operands of all calls, and the last result; "given": the results of all calls
     is_copied: bool = True  # the first call reads a copy of `source`
 
 
@@ -47,7 +44,7 @@ class RepeatLowering:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
         self.inputs = {value.name for value in flow.fusion.inputs}
-        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # result -> input in whose memory it is
+        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # result -> donated input
 
     def lower(self, op: Op, function: Fusion) -> None:
         b, depth, name, results = self.b, op[DEPTH], op.result.name, len(function.outputs)
@@ -91,7 +88,7 @@ class RepeatLowering:
     # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
-        """Buffer for the stacked results of all calls. The buffer is the memory of the donated input if nothing reads the input later."""
+        """Buffer of the stacked results of all calls: the donated input if no later op reads it, or other memory."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the output parameter
@@ -152,8 +149,7 @@ class RepeatLowering:
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str, all_given: str) -> None:
-        """If one buffer keeps all values, maps the last carried value, and the stacks of all operands and results, to views of this
-        buffer."""
+        """Maps the last carried value, and the stacks of all operands and results, to views of the buffer that keeps all values."""
         if not carried.keeps:
             return
         (whole,) = carried.buffers
@@ -169,6 +165,6 @@ class RepeatLowering:
             self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
 
     def put(self, view: str, name: str) -> None:
-        """Maps a value to a view, or copies the view to the value's memory if the value already has memory."""
+        """Maps a value to a view, or copies the view if the value already has memory."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))

@@ -1,4 +1,4 @@
-"""Lowers reshards: to a move between meshes, to a collective, or to the steps of an algorithm in a chunk loop."""
+"""Lowers a reshard to a move between meshes, a collective, or the steps of an algorithm in a chunk loop."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class Reshards:
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of the reshards in a loop. Returns the first, or None if the loop has no communication."""
+        """Creates the lowerings of the reshards in a loop. Returns the first of them. None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             algorithm = find_algorithm(ops[0].kind, ops[0].result.walked.algorithm or "")
@@ -46,7 +46,7 @@ class Reshards:
             CollectiveLowering(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> TermReduction:
-        """Object that emits the kernels by which a rank reduces the terms of a reshard."""
+        """Emitter of the kernels that reduce the terms of a reshard."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:

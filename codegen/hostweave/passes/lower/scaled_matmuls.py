@@ -29,7 +29,7 @@ from hostweave.passes.lower.kernels import Kernels
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f8e4m3, f16, f32
 
-Operands = tuple[str, str, str, str]  # a, b, and the scales of each
+Operands = tuple[str, str, str, str]  # a, b, scales of a, scales of b
 Scaled = tuple[str, str]  # a matrix and its scales
 
 
@@ -38,7 +38,7 @@ class ScaledMatmuls:
         self.kernels, self.b = kernels, b
 
     def multiply(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None, lowering: Lowering | None) -> None:
-        """Emits the matmul of the operands, or of a chunk. A chunk with slices of several shards needs one matmul per shard."""
+        """Emits a scaled matmul. A chunk with slices of several shards needs one matmul per shard."""
         buffers, stream = [*sources, target], op.result.stream
         if len(self.b.types[target].shape) == 2:
             self.multiply_matrices(op, buffers, steps, lowering)
@@ -89,8 +89,8 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns a function that emits the matmul with zero rows added, up to a multiple of PADDED rows. If each scale is for a part of a
-        row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
+        """Returns a function that emits the matmul with zero rows, up to a multiple of PADDED rows. With one scale per part of a row,
+        cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
         wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
@@ -116,13 +116,13 @@ class ScaledMatmuls:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, steps: LoopSteps | None) -> str:
-        """Returns the matrix with contiguous rows. Copies the matrix if its rows are not contiguous."""
+        """Returns the matrix, or a copy with contiguous rows."""
         if lies_along(self.b.types[name], 1):
             return name
         return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
-        """Copies the scales [R, C] of a matrix [M, K] to the layout of cuBLASLt if they have another layout.
+        """Returns the scales [R, C] of a matrix [M, K] in the layout of cuBLASLt: a copy, or the scales themselves.
 
         A vector of scales is contiguous. Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED
         elements.
@@ -151,8 +151,7 @@ class ScaledMatmuls:
     def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
         """Emits casts, a matmul, and multiplications by the scales.
 
-        Operands are cast to f16, which represents all 8-bit floats exactly. With scales of blocks, they are instead cast to f32 and scaled
-        before the matmul.
+        f16 represents all 8-bit floats exactly. With scales of blocks, operands are cast to f32, and scaled before the matmul.
         """
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
@@ -175,7 +174,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """Emits the elementwise product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
+        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
@@ -215,5 +214,4 @@ class ScaledMatmuls:
 
 
 def _is_padded(count: Size) -> bool:
-    """True if a number is a multiple of PADDED for all values of its symbols."""
     return count.divisor == 1 and count.coefficient % PADDED == 0

@@ -12,16 +12,14 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# Ops that relate a dim only to the outermost part of another dim. Such dims must be split evenly.
+# Ops that relate a dim to the outermost part of another dim, if both dims are split evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
 Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and the reason
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of sizes that need not divide evenly among ranks, in order of appearance. Each call checks that all other sizes divide evenly.
-
-    Raises ProgramError if an int must divide evenly and does not.
-    """
+    """Names of sizes that need not divide evenly among ranks, in order of appearance. Raises ProgramError if an int divides unevenly, and
+    an op does not support this."""
     sharded: dict[str, None] = {}
     even: set[str] = set()
     for body in (*fusion.functions, fusion):  # a size has the same value in all bodies
@@ -40,7 +38,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
 
 
 def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
-    """Dims that must divide evenly because of an op."""
+    """Dims that an op needs to divide evenly."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
