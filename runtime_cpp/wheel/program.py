@@ -161,7 +161,7 @@ class Program:
     def __call__(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
         """Returns the local output, or a tuple of several. The call is enqueued on PyTorch's current stream if the target is "cuda".
 
-        Pass None for an input that this rank does not hold; an output that it does not hold is None. For an output in the memory of a
+        Pass None for an input that this rank does not hold; an output that the rank does not hold is None. For an output in the memory of a
         donated input, the returned array is that input. Raises like `prepare`, and RuntimeError if a call of CUDA or NCCL fails.
         """
         if self._prepared != _key(arrays, global_shapes):

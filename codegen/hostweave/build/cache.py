@@ -1,8 +1,7 @@
-"""Cache of built programs and their objects. Each entry is a folder that is published atomically by a rename.
+"""Cache of built programs and their objects. An entry is a folder, published by an atomic rename.
 
-`HOSTWEAVE_CACHE` sets the cache's folder and `HOSTWEAVE_CACHE_LIMIT` its maximum size. If several processes need the same entry, one
-makes it and the others wait. Cached code runs with the user's rights, so the cache refuses folders that other users can write, and files
-that changed after they were published.
+If several processes need the same entry, one process makes it, and the others wait. Cached code runs with the user's rights, so the cache
+refuses folders that other users can write, and files that changed after they were published.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its mo
 _EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
-_MIN_UNUSED_SECONDS = 3600.0  # an entry is kept for this time after its last use, because a build may be about to link it
+_MIN_UNUSED_SECONDS = 3600.0  # time for which an entry is kept after its last use, because a build may be about to link it
 EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
 _MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
 _MAX_CLOCK_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
@@ -53,7 +52,6 @@ class CacheEntry:
 
     @property
     def kind(self) -> str:
-        """Kind of the entry, one of KINDS."""
         if _SCRATCH.fullmatch(self.path.name):
             return "unfinished build"
         kind = "library" if self.path.name.startswith("runtime_") else "program"
@@ -61,7 +59,6 @@ class CacheEntry:
 
     @property
     def name(self) -> str:
-        """Name of the program, library or object."""
         found = _SCRATCH.fullmatch(self.path.name)
         return re.sub("-[0-9a-f]{16}$", "", found[1] if found else self.path.name)
 
@@ -92,7 +89,7 @@ def root() -> Path:
 
 
 def limit() -> int:
-    """Maximum size of the cache in bytes. HOSTWEAVE_CACHE_LIMIT is a number of bytes, or a number with unit kB, MB, GB or TB."""
+    """Maximum size of the cache in bytes, as HOSTWEAVE_CACHE_LIMIT states."""
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
@@ -101,7 +98,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """A failed build. The message names the log; builds that depend on the failed one raise the same message."""
+    """A failed build. The message names the log. Builds that depend on a failed build raise the same message."""
 
 
 def key_of(*parts: str) -> str:
@@ -116,10 +113,8 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder. Computing it reads no contents of files.
-
-    The stamp is random if a file was edited after this process began to import the package, because the process may run the old code.
-    """
+    """Stamp that changes with every edit of a file below the folder, without reading the files. The stamp is random if a file was edited
+    after this process began to import the package, because the process may run the old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
     latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
@@ -128,7 +123,7 @@ def stamp_of(folder: Path) -> str:
 
 
 def lookup(name: str) -> Path | None:
-    """Folder of entry `name`, or None if it is missing or incomplete. Raises BuildError if other users can write to the folder."""
+    """Folder of entry `name`, or None if the entry is missing or incomplete."""
     entry = root() / name
     with _as_build_error():
         try:
@@ -145,10 +140,8 @@ def lookup(name: str) -> Path | None:
 
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
-    """Returns the folder of entry `name`. If it is missing, calls `make` to fill a new folder, and publishes that folder atomically.
-
-    If `make` raises BuildError, the folder moves to `failed`, and the error names it.
-    """
+    """Returns the folder of entry `name`. If the entry is missing, `make` fills a new folder, which is then published. If `make` raises
+    BuildError, the folder moves to `failed`, and the error names the folder."""
     if found := lookup(name):
         return found
     entry = root() / name
@@ -183,7 +176,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Rebuilds entry `name`, and returns its folder. While it is rebuilt, other processes find no entry."""
+    """Rebuilds entry `name`, and returns its folder. Other processes find no entry meanwhile."""
     with _as_build_error(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -200,13 +193,12 @@ def entries() -> tuple[CacheEntry, ...]:
 
 
 def summary() -> str:
-    """Path and size of the cache, as text."""
     found = entries()
     return f"{root()}: {len(found)} entries, {sum(entry.bytes for entry in found) / 1e6:.1f} MB of at most {limit() / 1e6:g} MB"
 
 
 def clear() -> int:
-    """Removes all entries from the cache. Leaves other files in place. Returns the number of removed entries."""
+    """Removes all entries, but no other files. Returns the number of removed entries."""
     found = entries()
     with _as_build_error():
         for entry in found:
@@ -228,10 +220,8 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the cache is within its limit. Keeps entries that were used within the last hour.
-
-    Does nothing if the last eviction was less than `period` seconds ago, because an eviction reads all entries.
-    """
+    """Removes the least recently used entries until the cache is within its limit. Keeps entries that were used within the last hour. Does
+    nothing if the last eviction was less than `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
@@ -248,7 +238,7 @@ def evict(period: float = 0.0) -> None:
 
 
 def _entry(sum_file: Path) -> CacheEntry | None:
-    """Entry whose list of files is `sum_file`. None if the entry has been removed meanwhile."""
+    """Entry with the list of files `sum_file`, or None if another process has removed the entry."""
     try:
         size = sum(map(os.path.getsize, _files(sum_file.parent))) - sum_file.stat().st_size
         return CacheEntry(sum_file.parent, size, sum_file.stat().st_mtime)
@@ -263,14 +253,13 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _sums(folder: Path) -> str:
-    """SHA-256 digests of a folder's files, in the format of sha256sum."""
     names = [path.removeprefix(f"{folder}/") for path in _files(folder)]
     return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != _SUMS)
 
 
 @contextlib.contextmanager
 def _as_build_error() -> Iterator[None]:
-    """Converts errors of the file system inside the `with` block to a BuildError with a message of one line."""
+    """Converts errors of the file system to BuildError."""
     try:
         yield
     except OSError as error:
@@ -280,7 +269,7 @@ def _as_build_error() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """Returns the folder. Creates it if it is missing, for this user only. Raises BuildError if other users can write to it."""
+    """Returns the folder, which is created for this user only. Raises BuildError if other users can write to the folder."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +282,7 @@ def _own(folder: Path) -> Path:
 
 
 def _expect_own(folder: Path) -> None:
-    """Raises BuildError if another user can write to the folder, or has replaced it by a link."""
+    """Raises BuildError if another user can write to the folder."""
     for status in (folder.lstat(), folder.stat()):
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(
@@ -310,7 +299,7 @@ def _expect_own(folder: Path) -> None:
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError if another user owns the folder or a parent, or can replace files in one: writable, without a sticky bit."""
+    """Raises BuildError if another user can replace the folder, or one of its parents."""
     for at in _path_components(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
@@ -323,7 +312,7 @@ def _expect_own_above(folder: Path) -> None:
 
 
 def _path_components(folder: Path) -> Iterator[Path]:
-    """Yields the folders and symbolic links that the resolution of an absolute path passes, including links to links."""
+    """Yields the folders and symbolic links that the resolution of an absolute path passes."""
     at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
     while names:
         yield at
@@ -343,10 +332,8 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file. The loader then reads this file, even if it is replaced.
-
-    Raises BuildError if other users can write to the file, or if it is not the file that was published.
-    """
+    """Opens a cached library, and yields a path of the open file, which the loader reads even if the library is replaced. Raises BuildError
+    for a file that other users can write, or that is not the published file."""
     with _as_build_error():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -357,8 +344,8 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # The loader assumes that equal paths name the same library, but file descriptors are reused. So each time, the path of a descriptor
-        # is spelled differently.
+        # The loader assumes that equal paths name one library, but file descriptors are reused. So the path of a descriptor is spelled
+        # differently each time.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:
@@ -370,7 +357,7 @@ _opened = itertools.count(1)
 
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock of an entry in the `with` block. Yields False if another process holds it and `waits` is False."""
+    """Holds the lock of an entry. Yields False if another process holds the lock and `waits` is False."""
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -385,7 +372,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file: opens the path again
+            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file
                 continue
             try:
                 yield True
@@ -407,7 +394,7 @@ def _await_lock(file: int) -> None:
 
 
 def _close_locks() -> None:
-    """Closes inherited lock files in a forked process, because a lock is held as long as any process has its file open."""
+    """Closes inherited lock files in a forked process. A lock is held as long as any process has the file open."""
     for file in _lock_files:
         with contextlib.suppress(OSError):  # the parent may have closed it already
             os.close(file)
@@ -425,12 +412,11 @@ def _is_same_file(file: int, path: Path) -> bool:
 
 
 def _scratch_path(entry: Path) -> Path:
-    """Returns a unique path in the same folder as an entry, for a temporary folder."""
     return entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
 
 
 def _remove(entry: Path) -> None:
-    """Removes an entry atomically. Also removes a file that has the path of an entry."""
+    """Removes an entry, or a file with the path of an entry, atomically."""
     removed = _scratch_path(entry)
     try:
         entry.rename(removed)

@@ -1,7 +1,4 @@
-"""Finds CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either of them may be incomplete.
-
-NCCL_HOME names a folder with another NCCL: `include/nccl.h` and `lib/libnccl.so.2`.
-"""
+"""Finds CUDA headers and libraries: first in NCCL_HOME and the toolkit, then in the pip wheels. Each of these may be incomplete."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 @dataclass(frozen=True)
 class CudaPart:
-    """A header or library that a build needs, with its path and the pip package that contains it. The path is None if it was not found."""
+    """A header or library that a build needs, and the pip package that contains it. The path is None if the part was not found."""
 
     name: str
     path: Path | None
@@ -35,7 +32,7 @@ class CudaPart:
 
 @dataclass(frozen=True)
 class Cuda:
-    """The CUDA headers and libraries that were found. All are of the major version `major`."""
+    """Headers and libraries of one major version of CUDA."""
 
     major: int
     headers: tuple[CudaPart, ...]
@@ -49,7 +46,7 @@ class Cuda:
         return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
 
     def require(self) -> Cuda:
-        """Returns self if no part is missing. Raises BuildError otherwise."""
+        """Returns self. Raises BuildError if a part is missing."""
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             packages = " ".join(dict.fromkeys(part.package for part in self.missing))
@@ -70,8 +67,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """Returns the parts of the first complete CUDA version on this machine. If no version is complete, returns the parts of the first
-    one."""
+    """The parts of the first complete CUDA version on this machine, or of the first version if none is complete."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -80,7 +76,6 @@ def find_cuda() -> Cuda:
 
 
 def _find(major: int, roots: list[Path]) -> Cuda:
-    """Finds the parts of one major version in the given folders."""
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
@@ -147,7 +142,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has already loaded, or None. Programs then use this library."""
+    """Version of the NCCL that this process has already loaded, and that programs then use, or None."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:
@@ -157,8 +152,8 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, or the architecture of GPU 0, or sm_90. Instructions that only Hopper has need
-    sm_90a."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, the architecture of GPU 0, or sm_90. sm_90a allows instructions that only Hopper
+    has."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 
@@ -192,13 +187,12 @@ def _roots() -> list[Path]:
 
 
 def _major_of(root: Path) -> int | None:
-    """Major CUDA version according to the headers in a folder, or None."""
     headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
     return next((major for header in headers if header.is_file() and (major := _major_in_header(header))), None)
 
 
 def _major_in_header(header: Path) -> int | None:
-    """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR. Reads a header only up to that line."""
+    """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR."""
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
     return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None

@@ -11,18 +11,17 @@ from hostweave.types.machine import Machine
 
 
 def file_of(gpus: Sequence[Gpu]) -> Path:
-    """Path of the file with the constants of these GPUs."""
     name = re.sub(r"\W+", "_", gpus[0].name).strip("_")
     return root() / "machines" / f"{name}_x{len(gpus)}.json"
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """Returns the constants of these GPUs, or None if they were not measured. Raises ProgramError if the file is malformed."""
+    """Returns the constants of these GPUs, or None if they were not measured."""
     return read(file_of(gpus)) if gpus else None
 
 
 def save(machine: Machine, gpus: Sequence[Gpu]) -> Path:
-    """Writes the constants to their file atomically, and returns its path."""
+    """Writes the constants to a file atomically, and returns the path."""
     path = file_of(gpus)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{id(machine):x}")

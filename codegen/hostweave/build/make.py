@@ -34,10 +34,7 @@ def make_runtime(
     soname: str = "",
     dependencies: tuple[Library, ...] = (),
 ) -> None:
-    """Builds a runtime library for a target, including its kernels, with these macros. Links it to the libraries in `dependencies`.
-
-    Raises BuildError if a compiler fails.
-    """
+    """Builds a runtime library for a target, with its kernels and these macros, and links it to `dependencies`."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(unit: Unit) -> Path:
@@ -65,7 +62,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core. Each file includes some of the sources, so that each core compiles the common headers only once."""
+    """Writes one file per core that includes some of the sources, so that each core parses the common headers once."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -74,12 +71,8 @@ def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
-    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`, which are built at the same time if
-    missing.
-
-    Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
-    linker fails.
-    """
+    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. Objects are cached by their inputs, so
+    after a change only the affected files are compiled."""
     together = [name for name in toolchain.together if name in sources]
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in together))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in together)]
@@ -97,10 +90,8 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs commands in `folder` in parallel, one per core. Appends the commands and their output to `build.log`.
-
-    If a command fails, raises BuildError with the first line that reports an error.
-    """
+    """Runs commands in `folder` in parallel, one per core. Appends the commands and their output to `build.log`. If a command fails, raises
+    BuildError with the first line that reports an error."""
 
     expect_steps(len(commands))
 
@@ -122,19 +113,18 @@ def _object(file: str) -> str:
 
 
 def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
-    """Name of the cache entry of the object that the toolchain makes from `text`."""
     return "objects/" + name_of(name, *_with_includes(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """Returns a text, and all files that it includes from the program's folder, without the words of comments."""
+    """A text and all files that the text includes from the program's folder, without the words of comments."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
-    """Compiles files in parallel. Kernels are compiled by the toolchain's kernel compiler if it has one."""
+    """Compiles files in parallel, and kernels by the toolchain's kernel compiler, if there is one."""
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
     host_files = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
@@ -146,7 +136,7 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
 
 
 def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
-    """Returns the cubin of every kernel. Uses the cache where possible."""
+    """Returns the cubin of every kernel, from the cache where possible."""
 
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)

@@ -1,6 +1,6 @@
 """Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. There, the kernel's name denotes a
+Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. There, the name of a kernel denotes a
 `hw::JitKernel` (hostweave/jit.h).
 """
 
@@ -36,7 +36,7 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# Texts that replace included headers. NVRTC has no standard headers. The text of kernels.h is empty, because it declares host functions.
+# Texts of included headers. NVRTC has no standard headers, and needs no kernels.h, which declares host functions.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing it takes as long as parsing all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
@@ -45,7 +45,7 @@ _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 @dataclass(frozen=True)
 class Unit:
-    """Separate compilation unit: one kernel of kernels.cu, all user kernels, or the whole file if it cannot be split."""
+    """Compilation unit: one kernel of kernels.cu, all user kernels, or a whole file that cannot be split."""
 
     name: str
     line: int  # line of the file at which the text begins
@@ -58,22 +58,22 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """Splits the text of kernels.cu into units of one kernel. Each unit begins with the comments that list the kernel's ops."""
+    """Splits the text of kernels.cu into units of one kernel. Comments that list the kernel's ops precede each kernel."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h declares all kernels: one changed kernel would recompile all
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h declares all kernels, so a changed kernel would recompile all
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units. Each unit has the text before the marker line, one paragraph after this line, and the last
-    paragraph of the file. A file without the marker line is one unit."""
+    """Splits a runtime file into units: the text before the marker line, one paragraph after this line, and the last paragraph of the file.
+    A file without the marker line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]
@@ -98,10 +98,7 @@ class Nvrtc:
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit of the program in `folder` to a cubin.
-
-        Raises BuildError if compilation fails. The messages of NVRTC are in `build.log`.
-        """
+        """Compiles a unit of the program in `folder` to a cubin. The messages of NVRTC are in `build.log`."""
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
@@ -138,10 +135,9 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """Returns the text of a C++ file that embeds cubins. `cubins` maps names of units to files.
+    """Returns the text of a C++ file that embeds cubins, and defines a `hw::JitKernel` for each of their kernels.
 
-    The C++ defines a `hw::JitKernel` for each kernel in the cubins. A kernel is recognised by its constant bank, because device functions
-    have none.
+    A kernel is recognised by its constant bank, because device functions have none.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

@@ -1,4 +1,4 @@
-"""Runs compilers as library calls or as child processes. Child processes and their descendants end when this process ends."""
+"""Runs compilers as library calls or as child processes. Child processes end when this process ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which also occur
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Runs a compiler in `folder`. Returns its exit status and its output.
+    """Runs a compiler in `folder`. Returns the exit status and the output.
 
     The compiler and its children are in a separate process group, so that Ctrl-C in a terminal does not reach them. The group is killed if
-    the build is interrupted, if this process ends, or at the time limit. Raises BuildError at the time limit, or if the compiler cannot be
-    started.
+    the build is interrupted, if this process ends, or at the time limit.
     """
     expect_not_interrupted()
     seconds = _limit()
@@ -40,8 +39,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, a library call. Raises BuildError at the time limit. The call itself then continues in the
-    background."""
+    """Returns the result of `work`, a library call. Raises BuildError at the time limit, but cannot end the call."""
     seconds = _limit()
     try:
         return within(seconds, work)
@@ -51,7 +49,7 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _guarded_group() -> Iterator[int]:
-    """Creates a process group that is killed when this process ends. A shell in the group does the killing."""
+    """Creates a process group with a shell that kills the group when this process ends."""
     read_end, write_end = os.pipe()
     devnull = subprocess.DEVNULL
     try:

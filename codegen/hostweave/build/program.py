@@ -1,10 +1,10 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache key is the IR without source locations and predictions of the cost model. So edits that only move lines cause no build, and the
-cached sources keep the line comments of the first build.
+The cache key is the IR without source locations and predictions of the cost model. Edits that only move lines therefore cause no build, and
+the cached sources keep the line comments of the first build.
 
-`HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are first
-written to it.
+`HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. The generated sources are written to this folder if it is
+missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 
 SourceFiles = Mapping[str, str]  # path -> text
 
-_MODULE = "hostweave_program"  # name of the module, as in PyInit_NAME; it is the same for all programs
+_MODULE = "hostweave_program"  # name of the module of every program, as in PyInit_NAME
 _dlopen_flags = reset_after_fork(threading.Lock())  # dlopen flags are a setting of the whole interpreter
 
 
@@ -47,8 +47,8 @@ def build(
 ) -> Path:
     """Returns the folder with the sources and the module of a program. The module is linked with the runtime libraries of the target.
 
-    `render` returns the sources, and is called only if the program is not in the cache. `title` names the program in progress messages, and
-    `figures` the machine that its kernels are scheduled for. Raises BuildError if the installation is incomplete or the compiler fails.
+    `render` returns the sources, and is called only if the program is not in the cache. Progress messages show `title`. `figures` are those
+    of the machine for which kernels are scheduled.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -84,10 +84,8 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """Loads the module of a built program, with the dlopen flags of its target. Raises BuildError if the file cannot be loaded.
-
-    First checks and loads the cached libraries that the module needs. The dynamic loader then finds them by their sonames.
-    """
+    """Loads the module of a built program, with the dlopen flags of its target. First checks and loads the cached libraries that the module
+    needs, which the dynamic loader then finds by their sonames."""
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:
@@ -114,7 +112,6 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
 
 @cache
 def _load_library(path: Path) -> ctypes.CDLL:
-    """Loads a cached library for the rest of the process. Raises BuildError if the file cannot be loaded."""
     with opened(path) as file:
         try:
             return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)
@@ -125,8 +122,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
-    """Returns the sources in the folder that HOSTWEAVE_EDIT names, or None if it is not set. Generates them first if the folder is
-    missing."""
+    """Sources in the folder that HOSTWEAVE_EDIT names, or None if it is not set. Writes the sources if the folder is missing."""
     if not (folder_name := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(folder_name).absolute() / name

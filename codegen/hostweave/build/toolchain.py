@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops are compiled as one unit, with -O1 instead of -O2. Each of the two measures halves the compile time.
+# Files without hot loops are compiled as one unit, and with -O1 instead of -O2. Both halve the compile time.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -35,7 +35,7 @@ class KernelCompiler(Protocol):
     def arch(self) -> str: ...
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit of the program in `folder` to a binary. Raises BuildError if compilation fails."""
+        """Compiles a unit of the program in `folder` to a binary."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,14 @@ class Toolchain:
     together: tuple[str, ...] = ONLY_ENQUEUE  # files of a program that are compiled as one unit
 
     def compile(self, source: str, output: str) -> list[str]:
-        """Returns the command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = KERNELS_AS_CPP if source.endswith(".cu") else ()
         level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Returns the command that links objects into a shared library. The rpath has the folders of all needed libraries.
-
-        Libraries with a `soname` are not on the rpath, because the process loads these libraries first.
-        """
+        """Returns the command that links objects into a shared library. Libraries with a `soname` are not on the rpath, because the process
+        loads these libraries first."""
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
         folders = dict.fromkeys(file.parent for file in on_rpath)
@@ -78,7 +75,7 @@ class Toolchain:
 
     @cached_property
     def stamp(self) -> str:
-        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU architecture. Computing it starts no process."""
+        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU architecture."""
         files = (self.compiler, *INSTALLED, *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
@@ -86,10 +83,10 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime. `make` builds it at `path`, or raises BuildError.
+    """A library of the runtime. `make` builds the library at `path`.
 
-    Each cached library has a unique `soname`. `load` checks and loads the library first. So the loader finds the library by this name, and
-    does not open the file again.
+    A cached library has a unique `soname`. `load` checks and loads the library first, so that the dynamic loader finds the library by this
+    name, and does not open the file again.
     """
 
     path: Path
@@ -109,7 +106,7 @@ def find_compiler() -> Path:
 
 
 def openblas_root() -> Path:
-    """Folder of the BLAS package that the CPU target needs."""
+    """Folder of the BLAS package for the CPU target."""
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
         raise BuildError("scipy_openblas32, whose BLAS the CPU target uses, is not installed; pip install scipy-openblas32")

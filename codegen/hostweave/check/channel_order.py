@@ -1,9 +1,10 @@
-"""Finds communications of one rank that must be ordered but are not. Communications on different channels that occupy multiprocessors must
-be ordered, and so must kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
+"""Finds communications of one rank that must be ordered but are not.
+
+Ordered must be: communications on different channels that occupy multiprocessors, kernels that exchange data on one channel, and all
+signals and waits of a rank.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
-peers can then deadlock. Unordered kernels that exchange data on one channel could also overwrite each other's data, because they share two
-slots of memory.
+peers can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
 
 Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
 one after another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
@@ -22,17 +23,18 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede it.
-
-    A communication library orders its own communications on one channel. The library does not order generated kernels that exchange data.
-    """
+    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede
+    it."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns earlier communications that may still run, although the task
-        must be ordered after them: those on other channels, and those on the same channel if a generated kernel does one of the two."""
+        """Records the communications of a task that starts at `clock`. Returns communications that must precede the task, and may still
+        run.
+
+        These are on other channels, or a generated kernel does one of two communications on one channel. A library orders its own.
+        """
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
@@ -47,7 +49,6 @@ class PostedCommunications:
 
 
 def is_signal_or_wait(part: Operation) -> bool:
-    """True for a signal or a wait. A rank must execute its signals and waits in a fixed order."""
     return isinstance(part.instruction, ir.Signalled)
 
 
@@ -58,8 +59,8 @@ class SignalOrder:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields each with the rank's previous signal or wait, if the
-        previous one may still run."""
+        """Records the signals and waits of a task that starts at `clock`. Yields each with a previous one of the rank that may still
+        run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]
@@ -69,9 +70,9 @@ class SignalOrder:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs (earlier, later) of a rank's communications that must be ordered, but that no stream or event orders."""
+    """Pairs (earlier, later) of a rank's communications that must be ordered and are not."""
     operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    # one rank at a time, to keep clocks short: a clock has an entry for each stream of each rank
+    # one rank at a time, because a clock has an entry for each stream of each rank
     for operations in reversed(operations_by_shape.values()):
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
@@ -85,7 +86,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
-    """Key of a rank's operations, equal for ranks whose operations differ only in the numbers of their peers."""
+    """Key of a rank's operations. Equal for ranks whose operations differ only in the numbers of peers."""
     numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
     return tuple(
         [
@@ -102,7 +103,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """Communications, and groups of communications, that must be ordered but that some rank leaves unordered."""
+    """Communications and groups that must be ordered, and that some rank leaves unordered."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.may_be_serialised for channel in used) < 2 and not program.has_signals:
         return set()

@@ -33,14 +33,14 @@ def check(
     """Checks a program, by default at several small sizes.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
-    after each pass, to find the pass that introduced a fault. The comparison is skipped for sizes at which the fusion computes more than
-    `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
+    after each pass, to find the pass that introduced a fault. Sizes at which the fusion computes more than `max_elements` elements are
+    skipped. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
 
     Raises ProgramError for the first fault on any rank.
 
     A fault is one of these:
 
-    - Two accesses of the same bytes, of which at least one is a write, are not ordered by a stream, an event or arriving data. The caller's
+    - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. The caller's
       accesses before and after the call are included. Accesses of one instruction or group are unordered.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
@@ -53,9 +53,13 @@ def check(
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
     If the program has signals, two consecutive calls are checked: a put of the second call must be ordered after the target's work in the
-    first call. Three more rules then hold. The signals and waits of a rank must be totally ordered. The program must end if each device
-    executes all streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the receiver has
-    waited for the first. CUDA graphs need the last two rules.
+    first call. Three more rules then hold:
+
+    - The signals and waits of a rank are totally ordered.
+    - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
+    - A rank sends a signal again only after the receiver has waited for the previous one.
+
+    CUDA graphs need the last two rules.
     """
     calls = 2 if program.has_signals else 1
     checked: list[Case] = []
@@ -85,8 +89,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # the first read of uninitialised or overwritten bytes, and the write that overwrote them, if any; reported only if there is no
-        # race, because the error of a race is more specific
+        # first read of uninitialised or overwritten bytes, and the write that overwrote them, if any; reported only without a race,
+        # because the error of a race is more specific
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -139,7 +143,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Raises ProgramError if two accesses of one task overlap and one is a write. All accesses of one task are concurrent."""
+        """Raises ProgramError if two accesses of one task overlap, unless one instruction may do both."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
@@ -151,7 +155,7 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: put the two into separate groups")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may write the memory that it reads: its class allows this, or it reads and writes element by element."""
+        """True if an instruction may write the memory that it reads."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):
@@ -164,7 +168,7 @@ class _Checker:
         return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Raises the error of a race. The message names the later operation first, because it should have waited for the earlier."""
+        """Raises the error of a race. The message begins with the later operation, which should have waited."""
         if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
             task_access, conflict = conflict, task_access
         part, access, other = task_access.part, task_access.access, conflict.part
@@ -208,7 +212,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# how the caller uses each kind of memory on its stream, before and after the call
+# use of each kind of memory by the caller, before and after the call
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",
@@ -232,7 +236,6 @@ def _verb(part: Operation, access: Access) -> str:
 
 
 def _rank_of(part: Operation, access: Access) -> int:
-    """Rank whose memory an access reads or writes."""
     return part.rank if access.at is None else access.at
 
 

@@ -1,11 +1,10 @@
-"""Happens-before: simulates the operations of all ranks in one legal order, and computes for each the earlier operations that are known to
-have ended.
+"""Happens-before: simulates the operations of all ranks in one legal order, and computes which earlier operations are known to have ended.
 
-A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started. On a
-rendezvous transport, its receivers must have started, too.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started, and on a
+rendezvous transport also its receivers.
 
 Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races: a task's clock lists the earlier tasks that
-streams, events and arriving data prove to have ended. The order that finds deadlocks also contains the order in which a rank posts its
+streams, events and arriving data prove to have ended. The order that finds deadlocks adds the order in which a rank posts
 communications, because a device may serialise communication kernels of different streams.
 """
 
@@ -19,12 +18,12 @@ from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
-Clock = list[int]  # a vector clock: for each stream of each rank, the number of its tasks that are known to have ended
+Clock = list[int]  # a vector clock: number of tasks that are known to have ended, for each stream of each rank
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from `sources`. When the task ends, its clock is merged with the clocks at which the sources started."""
+    """Data that a task receives from `sources`. At its end, the task's clock is merged with those at which the sources started."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -126,7 +125,7 @@ def _add_match(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> 
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
-    """Yields each task as it starts, with its clock. Raises ProgramError if some tasks wait for each other."""
+    """Yields each task and its clock when the task starts. Raises ProgramError if tasks wait for each other."""
     ready = deque(task for task in order.tasks if not task.missing_ends)
     while ready:
         task = ready.popleft()
@@ -167,7 +166,7 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
 
 
 def _deadlock(order: Order, task: Task) -> Exception:
-    """Follows the tasks that wait for each other until one repeats, and returns the error."""
+    """Error that names a cycle of tasks which wait for each other."""
     path: list[tuple[Task, str]] = []
     seen: dict[Task, int] = {}
     while task not in seen:

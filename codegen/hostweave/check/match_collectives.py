@@ -16,13 +16,12 @@ ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and the global 
 
 @dataclass(frozen=True)
 class MatchedCommunications:
-    """Communications of several ranks that belong together: a send and its recv, a signal and its wait, or the collective of each rank in
+    """Communications of several ranks that belong together: a send and its recv, a signal and its wait, or the collective of all ranks in
     process group order."""
 
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
-        """Parts from which a part receives data or a signal."""
         if self.is_signal:
             return self.parts[:1] if part is self.parts[1] else ()
         if not any(access.writes for access in part.accesses):
@@ -31,7 +30,6 @@ class MatchedCommunications:
 
     @property
     def is_signal(self) -> bool:
-        """True for a signal and its wait, which order two ranks but move no data."""
         return self.parts[0].instruction.posts == "signal"
 
     @property
@@ -41,22 +39,16 @@ class MatchedCommunications:
         return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
 
     def awaited(self, part: Operation) -> tuple[Operation, ...]:
-        """Parts that must start before a part can end."""
         assert part.channel is not None
         return self.parts if part.channel.transport.is_rendezvous else self.sources(part)
 
     @cached_property
     def readers(self) -> tuple[Operation, ...]:
-        """Parts that send data."""
         return tuple([part for part in self.parts if any(access.reads for access in part.accesses)])
 
 
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
-    """All matched communications of the simulated calls.
-
-    Raises ProgramError for an unmatched send, recv, signal or wait, and for a send and recv with different counts or dtypes. Raises
-    ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
-    """
+    """All matched communications of the simulated calls. Raises ProgramError if one has no match, or if matched ones disagree."""
     program = instances.program
     # by channel, sender, receiver and signal number
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))
@@ -134,7 +126,7 @@ def _may_differ(part: Operation) -> bool:
 
 
 def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
-    """Number of elements that this part's rank sends to each rank of the process group, or receives from it."""
+    """Numbers of elements that the rank sends to each rank of the process group, or receives from each."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
     along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)
@@ -143,14 +135,13 @@ def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
 
 @lru_cache
 def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
-    """Number of elements of each rank's block."""
     return tuple([len(share(shape, along, ranks, number)) for number in range(ranks)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
-    """Key of a collective. The key must be equal on all ranks."""
+    """Key of a collective, which must be equal on all ranks."""
     instruction = part.instruction
-    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # only the root passes the other buffer
+    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # the other buffer exists only on the root
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
     return type(instruction), stated, part.peer, None if _may_differ(part) else moved.count, moved.dtype
 
@@ -161,11 +152,10 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 
 
 def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunications]) -> None:
-    """Raises ProgramError if ranks would wait for each other forever when each device executes all streams as one queue. Only programs with
-    signals are checked.
+    """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue.
 
-    A wait for a signal blocks a hardware queue, which executes in the order of issue and may be shared by several streams. There may be
-    only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
+    A wait for a signal blocks a hardware queue, which executes in the order of issue. Several streams may share a queue, or there may be
+    only one (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
     receiver has waited for the previous signal.
     """
     signals = [matched for matched in matches if matched.is_signal]
@@ -181,7 +171,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # A communication is posted once the queue reaches it. A wait blocks the following instructions until its signal arrives.
+                # The queue posts a communication when it gets there. A wait blocks the following instructions until the signal arrives.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

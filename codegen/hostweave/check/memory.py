@@ -25,14 +25,14 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: 
 
 
 class Pieces:
-    """Partition of a buffer's bytes into pieces that every access covers completely or not at all. A piece need not be contiguous."""
+    """Partition of a buffer's bytes into pieces, which may have gaps. Every access covers a piece completely or not at all."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))
-        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy computes with Python's integers if 64 bits are too few
+        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy uses Python's integers if 64 bits are too few
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
-        # bytes at which segments begin or end; np.unique would take many times as long, because it does not use that parts are in order
+        # bytes at which segments begin or end; np.unique takes many times as long, because it ignores that parts are in order
         cuts = np.sort(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
@@ -49,7 +49,6 @@ class Pieces:
 
 
 def starts_of_runs(offset: int, rows: tuple[tuple[int, int], ...], run: int, integer: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Byte position of each contiguous run of a region."""
     found = np.full(min(run, 1), offset, integer)
     for count, step in rows:
         found = np.add.outer(found, np.arange(count).astype(integer) * step).ravel()
@@ -63,12 +62,12 @@ def _byte_blocks(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks are recorded in an order that respects happens-before. For each piece, the last write is kept, and for each stream the last read
-    after this write. A task that is ordered after these accesses is also ordered after all earlier accesses.
+    Tasks are recorded in an order that respects happens-before. Each piece has its last write, and for each stream the last read after this
+    write. A task that is ordered after these accesses is also ordered after all earlier accesses.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
-        """`known` caches the pieces of buffers with equal accesses, such as the same buffer on other ranks or in other layers."""
+        """`known` caches the pieces of buffers with equal accesses, such as the same buffer on other ranks."""
         self.root = root
         regions_of_bytes = frozenset([(0, root.layout.rows, root.layout.run), *map(_byte_blocks, regions)])
         if (root.size, regions_of_bytes) not in known:
@@ -83,7 +82,7 @@ class Memory:
         self.freed: set[int] = set()  # generations whose memory was freed
 
     def record(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
-        """Records an access of a task that starts at `clock`. Returns an earlier conflicting access that may still run, or None."""
+        """Records an access of a task that starts at `clock`. Returns a conflicting earlier access that may still run, or None."""
         task, access, region = touch.by, touch.access, touch.access.region
         fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
         for piece in self.covered(region):
@@ -103,12 +102,11 @@ class Memory:
         return None
 
     def unfinished_access(self, clock: Clock) -> TaskAccess | None:
-        """An access that may still run at `clock`, or None."""
         task_accesses = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in task_accesses if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_uninitialised(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
-        """First bytes of a region that are uninitialised or overwritten. Also returns the write that overwrote these bytes, or None."""
+        """First bytes of a region that are uninitialised or overwritten, and the write that overwrote them, or None."""
         for piece in self.covered(region):
             if not region.generation <= (contents := self.contents[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if contents > region.last else None

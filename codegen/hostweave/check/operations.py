@@ -1,4 +1,4 @@
-"""Operations. An operation is one execution of an instruction on one rank, with the bytes that it reads and writes."""
+"""Operations: executions of an instruction on one rank, with the bytes that are read and written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("ring", 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteLayout:
-    """Layout of a view in its buffer: shape and strides in elements, and the bytes that it covers, as contiguous runs."""
+    """Layout of a view in its buffer: shape and strides in elements, and contiguous runs of bytes."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -32,12 +32,11 @@ class ByteLayout:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def in_order(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the dims, merged where possible. Equal for two layouts if each element has the same offset in both."""
+        """Sizes and strides of the dims, merged where possible. Layouts with equal offsets of all elements have equal results."""
         merged: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if merged and merged[-1][1] == size * stride:
@@ -47,7 +46,7 @@ class ByteLayout:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """Layout of a strided view. Merges dims where possible; contiguous dims become the run."""
+    """Layout of a strided view. Contiguous dims become the run, and other dims are merged where possible."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -69,7 +68,7 @@ ALWAYS = sys.maxsize  # later than all generations
 class ByteRegion(NamedTuple):
     """Bytes of an input, output or allocation on one rank.
 
-    A generation is a version of the contents, as a number. Each execution of the buffer's allocate begins a generation, and so does each
+    A generation is a number of a version of the contents. Each execution of the buffer's allocate begins a generation, and so does each
     result in donated memory.
     """
 
@@ -102,14 +101,13 @@ class Operation:
     accesses: tuple[Access, ...] = ()
     channel: ir.Channel | None = None  # set for a communication
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
-    peer: int | None = None  # global rank of the other side of a send, recv, put, get, signal or wait, or of a collective's root
+    peer: int | None = None  # global rank of the peer, or of a collective's root
     members: tuple[Operation, ...] = ()  # operations of a group
     waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this operation starts
-    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate on each stream whose bytes the allocate may reuse
+    frees: tuple[Operation, ...] = ()  # for an allocate: deallocates whose bytes it may reuse, the last one of each stream
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """Communications that this operation posts: the members of a group, the operation itself, or none."""
         return self.members if self.members else (self,) if self.process_group else ()
 
     @property
@@ -137,7 +135,6 @@ class Root:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return self.layout.count * self.layout.dtype.itemsize
 
 

@@ -33,7 +33,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
 
 
 def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
-    """Compiles `expr` to a function, because interpreting the expression for every iteration and rank is several times slower."""
+    """Compiles `expr` to a function, because interpretation in every iteration and on every rank is several times slower."""
     match expr:
         case Const(value):
             return lambda _: value
@@ -97,7 +97,7 @@ class Run:
         return self.positions[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
-        """Bytes of a buffer with this layout, beginning `further` bytes after its start."""
+        """Bytes of a buffer, from `further` bytes after its start."""
         root, offset, generation, last = self.position(name, instruction)
         return ByteRegion(root, offset + further, layout, generation, last)
 

@@ -28,11 +28,8 @@ MAX_STEPS = 2**16  # maximum number of iterations of all loops of one rank
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
-    """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls.
-
-    Raises ProgramError if a size does not divide evenly, or if an index, a peer or a root is out of range. Raises ProgramError for a wait
-    whose record may not have run, and for loops with more than MAX_STEPS iterations.
-    """
+    """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls. Raises ProgramError for an instruction
+    that cannot run at these sizes, and for loops with more than MAX_STEPS iterations."""
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
@@ -57,7 +54,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 
 def _between_calls(binder: _Binder, run: Run) -> Operation:
-    """Operation of the caller between two calls, which reads the outputs and writes the inputs."""
+    """The caller's operation between two calls: reads the outputs, and writes the inputs."""
     positions = ((name, position, binder.roots[name]) for name, position in run.positions.items() if name in binder.roots)
     parameters_at = [
         (ByteRegion(name, 0, root.layout, 0), root.role)
@@ -72,8 +69,8 @@ SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
-    """Binds instructions: converts each instruction to a function that executes the instruction on a rank. All ranks with equal local sizes
-    share the functions, so that types are evaluated and expressions compiled only once."""
+    """Converts instructions to functions that execute them on a rank. Ranks with equal local sizes share the functions, so that types are
+    evaluated and expressions compiled only once."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -109,7 +106,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """Binds a body. At the end, adds deallocates for its allocations, including those in its `on` blocks (`ir.OnMesh`)."""
+        """Binds a body, and deallocates for the allocations of the body and of its `on` bodies."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
@@ -128,7 +125,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse memory that a stream has freed: first for streams of other pools, then for streams of this pool
+    # loops whose next iteration may reuse memory that a stream has freed: for streams of other pools, and for streams of this pool
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
@@ -137,7 +134,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
         run.positions[i.out] = BufferPosition(root, 0, generation)
         claim = Access(i.out, ByteRegion(root, 0, layout_of_buffer, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # memory may have been freed in the previous iteration of a loop, by an instruction that follows this one
+        if generation:  # a later instruction of the previous iteration may have freed memory
             steps = dict(run.steps)
             for stream, last in run.freed_until_join.items():
                 then = dict(last.steps)
@@ -184,7 +181,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
 
 
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
-    """Binds a parameter of an inlined call, on ranks that hold the argument."""
+    """Binds a parameter of an inlined call. Does nothing on ranks without the argument."""
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:
@@ -210,8 +207,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that is one operation on its stream, such as a computation or a collective. The operation of a computation has a
-    copy of the instruction, in which values replace the expressions."""
+    """Binds an instruction that is one operation. The operation of a computation has a copy of the instruction, with values in place of
+    expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -223,7 +220,7 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# role -> (reads, writes, is on the peer); a deallocate counts as a write, because the next use of the bytes must be ordered after it
+# role -> (reads, writes, is on the peer); a deallocate is a write, because it must be ordered before the next use of the bytes
 _TOUCHES = {
     "read": (True, False, False),
     "update": (True, True, False),
@@ -236,7 +233,6 @@ _TOUCHES = {
 
 @cache
 def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """The process group of every rank of a mesh."""
     return {rank: mesh.process_group(rank, axes) for rank in mesh.all_ranks}
 
 
@@ -247,7 +243,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # the local buffer determines how much is moved, because the peer's buffer may be larger or smaller
+        # the local buffer determines how much is moved
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -434,7 +430,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: Run) -> None:
         outer = run.steps
         run.iterations += count
-        if run.iterations > MAX_STEPS:  # the number must be limited, because all operations of a rank are in memory
+        if run.iterations > MAX_STEPS:  # limited, because all operations of a rank are in memory
             why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

@@ -1,4 +1,4 @@
-"""Chooses small sizes at which a program is checked. At these sizes, every derived size is an integer."""
+"""Chooses small sizes for the check, at which every derived size is an integer."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from hostweave.types.zigzag import pieces
 
 POWERS_OF_TWO = tuple(2**power for power in range(24))
 
-SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number of which it must be a multiple, or 0 if it is fixed; its smallest value)
+SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible values, or 0 if there is one value; smallest value)
 
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}.
 
-    If a size is a trip count, the size is so large that the loop uses each stream at least twice. Dims are sharded evenly if possible.
+    A trip count is so large that the loop uses each stream at least twice. Dims are sharded evenly if possible.
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
@@ -33,12 +33,12 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MAX_CALLS = 4  # checked calls of a repeat: first, last, and one or two between, because carried values alternate between two buffers
-DEFAULT_SIZE = 4096  # smallest value of a size that is not given
+MAX_CALLS = 4  # checked calls of a repeat: first, last, and one or two between
+DEFAULT_SIZE = 4096
 
 
 def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The given sizes. Other sizes are 4096, or the next larger value that divides as required."""
+    """The given sizes. Other sizes are DEFAULT_SIZE, or the next larger value that divides as required."""
     smallest, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
@@ -57,7 +57,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # it suffices that the divisor divides the first symbol; for a size with one symbol, this is also necessary
+            # the divisor need not divide the first symbol if a size has several, but it suffices
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -65,7 +65,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat to check instead of `count`: of equal parity, and above every constant index into a parameter group."""
+    """Number of calls of a repeat to check. The parity is that of `count`, and every constant index into a parameter group is valid."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -85,9 +85,8 @@ MAX_TRIES = 2**14  # per search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries the values of each size in
-    steps, from the smallest on."""
-    # excludes bounds with local sizes, which depend on the rank
+    """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries larger and larger values."""
+    # bounds with local sizes depend on the rank
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
 
@@ -102,9 +101,9 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
+    """Backtracking search for one size after another."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # symbol -> the bounds that can be tested once its size is chosen, because the other symbols of the bound come earlier in `names`
+    # symbol -> bounds to test once its size is chosen; other symbols of these bounds come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -138,9 +137,7 @@ MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the num
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
     """Small sizes to check: even sizes, uneven sizes if the program allows them, and larger sizes at which conditions on sizes change.
-
-    Ignores conditions that change only at sizes of more than `max_factor` times the minimal sizes.
-    """
+    Conditions that change only above `max_factor` times the minimal sizes do not count."""
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
@@ -151,7 +148,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
         changes.append({name: factor for name, factor in found.items() if 1 < factor <= max_factor})
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
-        # few symbols are enlarged: one symbol for each condition, and the same symbol for several conditions if possible
+        # enlarges one symbol for each condition, and the same symbol for several conditions if possible
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
@@ -161,8 +158,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """Inverts conditions for large sizes, so that the branches for large sizes run at small sizes. A condition is for large sizes if it
-    changes only at sizes of more than `max_factor` times the minimal sizes. None without such conditions."""
+    """Inverts conditions that change only above `max_factor` times the minimal sizes, so that the branches for large sizes run at small
+    sizes. None without such conditions."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -178,8 +175,8 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged, because few elements would
-    not show a wrong order in a shard. Exceptions are the sizes in `kept`, and sizes that would add many elements."""
+    """Minimal sizes, and uneven sizes if the program allows them. Most sizes that no loop iterates over are enlarged, because few elements
+    would not show a wrong order in a shard."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -211,7 +208,7 @@ def _deciding_symbols(condition: Expr) -> list[str]:
 
 
 def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int:
-    """Factor by which a size must grow for the condition to change. 1 if it never changes."""
+    """Factor by which a size must grow for the condition to change, or 1."""
 
     def holds(factors: int) -> int:
         return compiled(condition, RankSizes({**smallest, name: smallest[name] * factors}, smallest.mesh))({})
@@ -251,7 +248,6 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
 
 @ir.analysis
 def all_sizes(program: ir.HostProgram) -> tuple[Size, ...]:
-    """All different sizes of the program's memory and loops, which must be integers."""
     found = dict.fromkeys(size for parameter in (*program.inputs, *program.outputs) for size in parameter.type.shape)
     found |= dict.fromkeys(size for _, type in ir.defined_types(program) for size in (*type.shape, *(type.strides or ())))
     return tuple(found | dict.fromkeys(trip_counts(program)))

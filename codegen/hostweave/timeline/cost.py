@@ -1,4 +1,4 @@
-"""Predicts the time that each operation of a host program takes if it runs alone on a machine, and the engine that executes it."""
+"""Predicts the time of each operation of a host program that runs alone on a machine, and the engine that executes the operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
 EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds to record an event, or to wait for an event of another stream
-FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two of each, for matmuls and for communications
+FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two forks and two joins
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
 FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication that starts a call
 MAX_NETWORK_SORT = 2048  # maximum elements of a lane that one block sorts with a sorting network: hw::kSorted
@@ -32,7 +32,7 @@ BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that an operation takes if it runs alone, and the engine that executes it."""
+    """Seconds that an operation takes alone, and the engine that executes the operation."""
 
     seconds: float
     engine: str = ""  # "multiprocessors" (a fraction `share` of them), "kernels" (that communicate), "copies", or ""
@@ -50,7 +50,7 @@ def work_of(operation: Operation, machine: Machine) -> Work:
 
 
 def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
-    """Work of an operation that follows another on its stream. `before` is the engine of the previous operation, or "" if there is none."""
+    """Work of an operation on a stream. `before` is the engine of the stream's previous operation, or ""."""
     work = work_of(operation, machine)
     is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:
@@ -60,10 +60,10 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch, corrected for ops that take longer than reading and writing their operands once.
+    """Work of a launch, corrected for ops that take longer than one access of each operand.
 
-    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table exceeds the cache, the
-    excess fraction of these reads goes to memory.
+    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. Reads of a table that exceeds the cache
+    go to memory in proportion to the excess.
     """
     types = kernel.types
 
@@ -95,7 +95,7 @@ def _bytes(access: Access) -> int:
 
 
 def _bytes_moved(operation: Operation) -> int:
-    """Bytes that an operation reads and writes. A buffer that is updated counts twice."""
+    """Bytes that an operation reads and writes. An updated buffer counts twice."""
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
 
 
@@ -156,7 +156,7 @@ def _collective(operation: Operation, machine: Machine) -> Work:
 
 
 def _rooted(operation: Operation, machine: Machine) -> Work:
-    """Work of a broadcast, reduce, gather or scatter: one rank sends to all, or all send to one."""
+    """Work of a broadcast, reduce, gather or scatter."""
     i: Any = operation.instruction
     size, ranks = max((_bytes(access) for access in operation.accesses), default=0), len(operation.process_group)
     is_root = operation.peer == operation.rank
@@ -171,7 +171,7 @@ def _permute(operation: Operation, machine: Machine) -> Work:
 
 
 def _seconds_between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
-    """Seconds to move `size` bytes between two ranks. The network limits the time if a peer is on another host."""
+    """Seconds to move `size` bytes between two ranks, by the network if a peer is on another host."""
     seconds = machine.link("collective", 2).seconds(size)
     ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
     return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds
@@ -186,8 +186,7 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Work of a group. Sends overlap with recvs, so the slower direction determines the time. Collectives of a group run one after
-    another."""
+    """Work of a group. Sends overlap with recvs, so the slower direction determines the time. Collectives run one after another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":
@@ -229,6 +228,6 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
     ir.OneSided: _nothing,  # all other one-sided instructions, such as signals, send no data
     **dict.fromkeys((ir.Record, ir.Wait), lambda operation, machine: Work(EVENT_SECONDS)),
-    # the stream that waits takes the time
+    # only the stream that waits takes time
     **dict.fromkeys((ir.Fork, ir.Join), lambda operation, machine: Work(FORK_SECONDS if operation.waits else 0.0)),
 }

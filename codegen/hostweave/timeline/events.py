@@ -15,8 +15,8 @@ CALLER = "caller"  # the stream of the caller
 class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
-    `after` has the indices of events that must end before this one starts. `meets` has the indices of events that must start before this
-    one proceeds, including its own index. For a collective, these are its events on all ranks.
+    `after` has the indices of events that must end before this event starts. `meets` has the indices of events that must start before this
+    event proceeds, including the own index. For a collective, these are its events on all ranks.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one rank in a call, in microseconds, and the number of bytes that it sends to other ranks."""
+    """Totals of one rank in a call, in microseconds, and the bytes that the rank sends to other ranks."""
 
     rank: int
     busy: float  # time in which the rank computes
@@ -53,7 +53,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks in a call. `basis` says where the times come from.
+    """Events of all ranks in a call. `basis` names the source of the times.
 
     Example: `print(hw.compile(f).predict(sizes={"M": 8192, "K": 8192, "N": 7168}))`.
     """
@@ -65,7 +65,7 @@ class Timeline:
     events: tuple[Event, ...]
     ranks: tuple[int, ...]
     streams: tuple[str, ...]
-    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank as (time, bytes allocated from then on); empty if measured
+    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank as (time, bytes from then on); empty if measured
 
     @cached_property
     def micros(self) -> float:
@@ -90,7 +90,7 @@ class Timeline:
         return Totals(rank, busy, length(communicates), length(exposed), idle, sent)
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
-        """Events of a rank, in the order in which its host issues them."""
+        """Events of a rank, in the order of issue."""
         return self._by_rank.get(rank, ())
 
     @cached_property
@@ -107,7 +107,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the events on the critical path, in order. Each event follows the one for which it waits longest."""
+        """Indices of the events on the critical path, in order. An event follows the event for which it waits longest."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
@@ -117,7 +117,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Indices of the events for which an event waits, including those on other ranks that delayed its collective or signal."""
+        """Indices of the events for which an event waits, including those that delayed its collective or signal on other ranks."""
         event = self.events[number]
         awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]
@@ -152,7 +152,7 @@ def union(events: Iterable[Event]) -> list[Interval]:
 
 
 def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Parts of the spans that no span of `others` covers. In both lists spans are sorted and do not overlap."""
+    """Parts of the spans that no span of `others` covers. Spans of a list are sorted, and do not overlap."""
     left: list[Interval] = []
     for start, end in spans:
         for other_start, other_end in others:

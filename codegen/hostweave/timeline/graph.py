@@ -1,7 +1,5 @@
-"""Picture of a fusion: one row per value, arcs from operands to their users, and the mesh axes that shard each dim.
-
-Also has the changes of each pass as text differences.
-"""
+"""Picture of a fusion: one row per value, arcs from operands to users, and the mesh axes that shard each dim. Also the changes of
+passes."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class OpGraph:
 
     @property
     def arcs(self) -> Iterator[tuple[int, int, str]]:
-        """Yields for each arc the row of the operand, the row of its user, and the SVG path between them."""
+        """Yields for each arc the row of the operand, the row of the user, and the SVG path between the rows."""
         for user, row in enumerate(self.rows):
             for operand in row.operands:
                 y0, y1 = (LINE * number + LINE // 2 for number in (operand, user))
@@ -55,7 +53,6 @@ class OpGraph:
 
 
 def graph_of(fusion: Fusion) -> OpGraph:
-    """Returns the rows of all bodies. Functions come first."""
     rows: list[GraphRow] = []
     for body in (*fusion.functions, fusion):
         rows.append(GraphRow(f"{'fusion' if body is fusion else 'function'} @{body.name}", "head"))
@@ -80,7 +77,6 @@ def _row(value: Value, text: str, kind: str, source: str = "", operands: tuple[i
 
 
 def _text(op: Op) -> str:
-    """Text of an op without the type of its result."""
     return f"%{op.result.name} = {str(op).split(' = ', 1)[1]}"
 
 
@@ -101,7 +97,6 @@ class Change:
 
 
 def changes_of(stages: Sequence[tuple[str, str]]) -> tuple[Change, ...]:
-    """Returns the change of each pass that changed the text."""
     found = []
     for (_, old), (name, new) in pairwise(stages):
         lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # without the file names

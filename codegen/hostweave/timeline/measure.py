@@ -1,4 +1,4 @@
-"""Measures the timeline of a host program with marks around its instructions, in a separate build.
+"""Measures the timeline of a host program, in a separate build with marks around instructions that compute or communicate.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -21,7 +21,6 @@ from hostweave.types.mesh import Sizes
 
 
 def marked(program: ir.HostProgram) -> ir.HostProgram:
-    """Returns the program with a mark before and after each instruction that computes or communicates."""
     functions = tuple(replace(function, body=_marked(function.body)) for function in program.functions)
     return replace(program, body=_marked(program.body), functions=functions)
 
@@ -38,7 +37,7 @@ def _marked(body: tree.Body) -> tree.Body:
 
 
 def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str, marks_ms: Sequence[Sequence[float]]) -> Timeline:
-    """Returns the timeline of a call of `marked(program)`. `marks_ms` has, for each rank, the times at which it reached its marks."""
+    """Timeline of a call of `marked(program)`. `marks_ms` has the times of each rank's marks."""
     instances = instantiate(marked(program), sizes)
     ranks = tasks_of(instances, match_communications(instances), machine)
     for tasks, times in zip(ranks, marks_ms, strict=True):
@@ -48,7 +47,7 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """Makes every event end no later than the events that wait for it. A host thread that is interrupted records an end too late."""
+    """Makes every event end no later than the events that wait for it. An interrupted host thread records an end too late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
@@ -65,7 +64,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Assigns the times of each pair of marks to the tasks between the marks. A rank that takes no part in a group has no task there."""
+    """Assigns the times of each pair of marks to the tasks between the marks, if there are any."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []
@@ -82,7 +81,7 @@ def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
 
 
 def _align(ranks: list[list[SimulatedTask]]) -> None:
-    """Shifts the clocks of the ranks by the smallest amounts for which no rank receives data before it was sent."""
+    """Shifts the clocks of the ranks by the smallest amounts for which all data arrives after it was sent."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [
         (task, other, other.start) for task in timed for rendezvous in task.meets for other in rendezvous.tasks

@@ -95,7 +95,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """Bars of the predicted memory of the first rank. Memory is constant during a bar, whose height is proportional to the bytes."""
+        """Bars of the predicted memory of the first rank, with heights in proportion to the bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
@@ -115,7 +115,6 @@ class Picture:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Boxes of all events, for the ranks that the picture shows."""
         y_of = {(lane.number, lane.rank, lane.stream): lane.y for lane in self.lanes}
         critical = [set(timeline.critical_path) for timeline in self.timelines]
         return [

@@ -18,10 +18,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """Returns the timeline of one call that all ranks start at the same time. Time that the hosts take is not included.
-
-    Raises ProgramError if ranks or chunks do not divide a size, or if the ranks need several hosts and the machine has no network.
-    """
+    """Returns the timeline of one call that all ranks start at the same time, without time of the hosts."""
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
@@ -35,8 +32,8 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs count all the time, and temporaries between
-    allocate and deallocate."""
+    """Yields the memory of a rank as (time, bytes from then on). Inputs and outputs always count, temporaries from allocate to
+    deallocate."""
     live_bytes = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, live_bytes
@@ -51,13 +48,13 @@ def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[t
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
-    """Returns the timeline of tasks whose times are known. Omits tasks that neither work nor wait for a signal."""
+    """Timeline of tasks with known times. Omits tasks that neither work nor wait for a signal."""
     shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
 
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
-        """Indices of the events for which a task waits. A task that is not shown is replaced by its predecessors."""
+        """Indices of the events for which a task waits. A task that is not shown stands for its predecessors."""
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 
@@ -73,8 +70,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Concatenates the indices of an operation's parts. A single part is returned unchanged, so that all ranks of a collective share a
-    tuple."""
+    """Concatenates the indices of an operation's parts. All ranks of a collective share the tuple of a single part."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
@@ -89,7 +85,7 @@ def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) 
 
 
 def name_of(operation: Operation) -> str:
-    """Name of an operation for users: op and result, such as `matmul y_i`. The name of a group lists its members."""
+    """Name of an operation for users, such as `matmul y_i`, or names of a group's members."""
     if operation.members:
         return ", ".join(dict.fromkeys(map(name_of, operation.members)))
     i = operation.instruction

@@ -21,7 +21,7 @@ from hostweave.timeline.picture import MAX_SHOWN_RANKS, Picture
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean predicted and mean measured time of an instruction over its executions, in microseconds."""
+    """Mean predicted and measured time of an instruction over its executions, in microseconds."""
 
     name: str
     kind: str
@@ -47,8 +47,8 @@ class Report:
 
     predicted: Timeline
     measured: Timeline | None = None
-    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion in its last stage before lowering
-    changes: tuple[Change, ...] = field(default=(), repr=False)  # change that each pass made
+    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion before lowering
+    changes: tuple[Change, ...] = field(default=(), repr=False)  # changes of passes
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -63,8 +63,7 @@ class Report:
 
     @cached_property
     def differences(self) -> tuple[Comparison, ...]:
-        """Compares the predicted and measured times of each instruction, over all ranks and loop iterations. Empty if nothing was
-        measured."""
+        """Predicted and measured times of each instruction, over all ranks and loop iterations. Empty if nothing was measured."""
         found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
         measured = self.measured.events if self.measured else ()
         for one, other in zip(self.predicted.events, measured, strict=False):
@@ -105,7 +104,6 @@ class Report:
             raise ArgumentError(f"{path}: {error.strerror}; choose a writable file") from None
 
     def html(self) -> str:
-        """Returns the report as a self-contained HTML page."""
         return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=self._data())
 
     def svg(self) -> str:
@@ -117,13 +115,13 @@ class Report:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 
     def _data(self) -> Mapping[str, Any]:
-        """Data of the events, which the page shows for the event under the mouse."""
+        """Data of the events for the page, which shows the event under the mouse."""
         ranks = set(self.predicted.ranks[:MAX_SHOWN_RANKS])
         return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
-    """Returns the events of these ranks by index. Dependencies on events of other ranks are omitted."""
+    """Events of these ranks by index, without dependencies on events of other ranks."""
     known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
     met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
     return {
@@ -144,7 +142,7 @@ def _laid_out(template: str, **values: Any) -> str:
 
 
 def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yields trace events: a process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
+    """Yields a process for each rank of each timeline, its events, and arrows for dependencies between streams."""
     threads = {stream: at for at, stream in enumerate(timeline.streams)}
     offset = number * (max(timeline.ranks) + 1)
     for rank in timeline.ranks:

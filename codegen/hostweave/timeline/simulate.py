@@ -1,4 +1,4 @@
-"""Simulates the operations of all ranks on a machine: when each starts, and how long it takes while others run.
+"""Simulates the operations of all ranks on a machine: start times, and times while other operations run.
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
 proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy,
@@ -25,7 +25,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Rendezvous:
-    """Tasks of several ranks, all of which must start before a communication between them proceeds."""
+    """Tasks of several ranks that must all start before their communication proceeds."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]
@@ -34,7 +34,7 @@ class Rendezvous:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation and its progress. The operation starts when its stream reaches it, and ends when its work is done."""
+    """One operation and its progress."""
 
     operation: Operation
     work: Work
@@ -56,7 +56,6 @@ class SimulatedTask:
 
 
 def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
-    """Returns the tasks of every rank in the order of issue, with their dependencies."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
     ranks = []
     for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
@@ -68,16 +67,15 @@ def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], mac
 
 
 def simulate(ranks: list[list[SimulatedTask]]) -> None:
-    """Computes the start and end of all tasks, in seconds."""
     _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # the wait starts when its stream reaches it
+        if task.operation.instruction.posts == "wait_signal":  # the wait starts when the stream gets there
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Returns the tasks of one rank. A task follows the last task of its stream, and all operations that it waits for. A communication
-    that may be serialised also follows the previous communication of this kind."""
+    """Tasks of one rank. A task follows the last task of its stream, and the tasks that it waits for. A communication that may be
+    serialised also follows the previous such communication."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
     engine: dict[object, str] = {}  # stream -> engine that its last operation used
@@ -150,7 +148,7 @@ class _Simulator:
             self.finish(task)
 
     def start(self, ready: list[SimulatedTask]) -> None:
-        """Starts tasks. If a started task takes no time, also starts the tasks that wait for it."""
+        """Starts tasks, and tasks that wait for started tasks of no duration."""
         while ready:
             task = ready.pop()
             task.start = self.now
@@ -176,7 +174,7 @@ class _Simulator:
         self.start(ready)
 
     def done(self, task: SimulatedTask) -> list[SimulatedTask]:
-        """Ends a task. Returns the tasks that may start now."""
+        """Ends a task, and returns the tasks that may start now."""
         task.end = self.now
         for follower in task.end_needed_by:
             follower.missing_ends -= 1

@@ -1,8 +1,7 @@
 """Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
 
-A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Any other op takes the time to read
-its operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated as a queue of matmuls
-and a queue of communications. The next item of a queue starts as soon as its operands are ready.
+A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Attention takes the time of its
+matmuls. Any other op takes the time to read its operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ TILES = (
 )
 SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split if there are few tiles
 # Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
-# outer products is slower, because it first transposes the rows.
+# outer products is slower, because it transposes the rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATING_SHARE = 0.85  # smallest fraction of the multiprocessors whose reads reach the full memory bandwidth
+SATURATING_SHARE = 0.85  # fraction of the multiprocessors that reaches the full memory bandwidth
 MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
 MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, for which the kernel for few rows is used: hw::kMostWeights
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
@@ -72,8 +71,7 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Fraction of the multiprocessors or of the memory bandwidth that the matmul occupies, whichever is larger, from 0 to 1. Another
-        matmul can use the rest."""
+        """Fraction of the multiprocessors or of the memory bandwidth that the matmul occupies, whichever is larger, from 0 to 1."""
         if not self.count * self.rows * self.columns:
             return 1.0
         _, blocks, computed = self._fastest(machine)
@@ -91,20 +89,16 @@ class Product:
         return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
 
     def _moved(self, machine: Machine) -> float:
-        """Seconds to read the operands and write the result."""
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else MATMUL_READ_BANDWIDTH))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
-        """Returns one of `chunks` equal parts of the matmul, split along the rows or the columns."""
+        """One of `chunks` equal parts of the matmul, split along the rows or the columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
-        """Returns (seconds, thread blocks, seconds of computing) for one tile shape and split-K.
-
-        With split-K, `parts` thread blocks compute partial sums of a tile in f32, which are added afterwards. Few thread blocks do not
-        reach the full memory bandwidth.
-        """
+        """Returns (seconds, thread blocks, seconds of computing) for one tile shape and split-K: `parts` thread blocks compute partial sums
+        of a tile in f32. Few thread blocks do not reach the full memory bandwidth."""
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
@@ -117,7 +111,6 @@ class Product:
 
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
-    """Returns the local matmul that an op computes on one rank."""
     types = fusion.types
     if op.kind in GROUPED:
         x, other, groups = (list(map(float, local_dims(types[op.tensors[i]], fusion.mesh, sizes))) for i in (0, 1, 2))
@@ -133,7 +126,7 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
 
 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
-    """Returns a grouped matmul of one rank, with the same number of rows in each group."""
+    """A grouped matmul of one rank, with equally many rows in each group."""
     rows = x[0] / max(groups, 1)
     shape = (x[1], rows) if is_outer else (rows, x[1])
     return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))
@@ -167,14 +160,14 @@ class AttentionWork:
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> AttentionWork:
-        """Returns the attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag order, half of any
-        other block is masked."""
+        """Attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag, half of any other block is
+        masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
 def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionWork:
-    """Returns the local attention that an op computes on one rank. Each of the three gradients counts as a third of the backward pass."""
+    """The local attention of an op on one rank. Each of the three gradients counts as a third of the backward pass."""
     types = [fusion.types[name] for name in op.tensors[:3]]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
@@ -187,8 +180,8 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
     """Extra seconds of an attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
 
-    With gathered keys, the extra work is the start of a second gather, for the values, and copies of the gathered keys to the layout of
-    attention. With blocks, a rank packs its own keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
+    Gathered keys need a second gather, for the values, and copies to the layout of attention. With blocks, a rank packs its keys and
+    values, and combines the results of blocks. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
@@ -200,10 +193,8 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 
 
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
-    """Predicts the time in seconds that each op takes alone on the machine. Keys are the names of the results. Missing sizes count as 4096.
-
-    A view takes no time. A call takes as long as all ops of its function together.
-    """
+    """Predicts the seconds that each op takes alone on the machine, by the name of the result. Missing sizes count as 4096. A view takes no
+    time. A call takes as long as all ops of its function together."""
     functions: dict[str, float] = {}
     for body in fusion.functions:
         functions[body.name] = sum(_of_body(body, sizes, machine, tf32, functions).values())
@@ -240,20 +231,20 @@ def _ranks(op: Op, mesh: Mesh) -> int:
 
 
 def in_kernel(kind: str, ranks: int, size: float) -> float:
-    """Seconds of a collective inside the kernel that consumes its result. Each rank sends `size` bytes to every other rank."""
+    """Seconds of a collective inside the kernel that reads the result. Each rank sends `size` bytes to every other rank."""
     sent = size * (ranks - 1)
     return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if kind == "all_reduce" else sent / BLOCK_BANDWIDTH)
 
 
 def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
-    """Largest size in bytes, a power of 2, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
+    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective, or 0."""
     most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
     sizes = (1 << bit for bit in reversed(range(most.bit_length())))
     return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest number of elements of a block that consuming kernels should exchange themselves, without a collective. 0 if none."""
+    """Largest number of elements of a block that kernels should exchange without a collective, or 0."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
@@ -263,14 +254,14 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Extra seconds of a gather by copy engines: first to copy the rank's own shard, then to rearrange all shards.
+    """Extra seconds of a gather by copy engines, as a pair: to copy the rank's own shard, and to rearrange all shards.
 
-    Copy engines do not move the rank's own shard. Shards of an inner dim must be rearranged, because no transport can interleave them.
+    Copy engines do not move the rank's own shard. No transport can interleave shards of an inner dim.
     """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out
 
 
 def cost_by_shards(machine: Machine, whole: Product, ranks: int) -> float:
-    """Extra seconds of computing one matmul per shard of the columns instead of a single matmul."""
+    """Extra seconds of one matmul per shard of the columns, in place of a single matmul."""
     return max(0.0, ranks * whole.chunk(ranks, rows=False, is_own=False).seconds(machine) - whole.seconds(machine))

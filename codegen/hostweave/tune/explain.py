@@ -21,10 +21,8 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program: a line for each communication and attention, and each split or composed matmul. Functions come first.
-
-    `fusion` is the last stage before the host IR, and `host` is the host IR to which it was lowered.
-    """
+    """Explains the program: a line for each communication, each attention, and each split or composed matmul. `fusion` is the last stage
+    before the host IR `host`."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
     parts = {part.name: part for part in bodies(host)}
@@ -81,7 +79,6 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
 
 
 def _split(part: ir.HostProgram) -> Iterator[str]:
-    """Lines for the matmuls that `split_unaligned` split."""
     uses = def_use(part)
     for i in tree.walk(part.body):
         if rest_sizes := getattr(i, "rest", ()):
@@ -103,7 +100,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
-    """Text that says how much of a communication other ops could hide, if this time is too short for a separate stream. Otherwise ""."""
+    """Text about the time that other ops could hide, if it is too short for a separate stream. Otherwise ""."""
     could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
     if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""
@@ -137,7 +134,7 @@ def times_of(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Reason why a faster alternative was not chosen: it gains too little, or the user requested another alternative."""
+    """Reason why a faster alternative was not chosen."""
     is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.chosen.micros))
     return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 

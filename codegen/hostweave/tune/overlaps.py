@@ -27,7 +27,7 @@ from hostweave.types.zigzag import pieces
 
 MAX_TIME_RATIO = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
 MIN_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
-HIDDEN_SECONDS = 10e-6  # an asynchronous communication must hide at least this much, because a fork and a wait cost nearly as much
+HIDDEN_SECONDS = 10e-6  # minimum time that an asynchronous communication hides, because a fork and a wait cost nearly as much
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
@@ -36,7 +36,7 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 class Candidate:
     """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results.
 
-    If the reshard gathers keys, `matmuls` is the attention, and `dim` is the keys' sequence dim. The values are gathered in the same loop.
+    If the reshard gathers keys, `matmuls` is the attention, and `dim` is the sequence dim of the keys. The loop also gathers the values.
     """
 
     reshard: Op
@@ -60,7 +60,7 @@ class Candidate:
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Yields the candidates of a body, in order. Requires that each reshard is a single communication."""
+    """Yields the candidates of a body, in which each reshard is a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -97,18 +97,15 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op consumes the gathered value
-        before one of these matmuls. Later consumers read the value after the loop.
-
-        A matmul counts only if its other operand is computed before the first consumer of the gathered value.
-        """
+        """Returns the matmuls whose rows the op gathers, and the gathered dim. No matmuls if another op reads the gathered value before one
+        of them. Later consumers read the value after the loop."""
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
         are_first = list(found) == users[: len(found)]
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """True if `user` is a matmul whose rows are gathered, and its other operand is computed before the first consumer."""
+        """True if `user` is a matmul with gathered rows, and the other operand is computed before the first consumer."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -121,8 +118,8 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul whose result has the reduction as its only consumer, and the chunked dim. Returns no matmul if a
-        chunked operand comes from a communication or a loop."""
+        """Returns the matmul whose result only the reduction reads, and the chunked dim. No matmul if a chunked operand comes from a
+        communication, a partial sum or a loop."""
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -164,10 +161,8 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Returns all alternatives for a candidate, fastest first: a collective, copies, and chunk loops by each algorithm.
-
-    All numbers of chunks divide the dim. Loops over keys have one chunk per rank.
-    """
+    """Returns all alternatives for a candidate, fastest first. All numbers of chunks divide the dim, and loops over keys have at most one
+    chunk per rank."""
     op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -197,13 +192,13 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory. All sizes must then divide evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory, which requires sizes that divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
 
 def _may_copy(options: Options, is_even: bool) -> bool:
-    """True if copy engines may communicate outside of loops. `is_even` is True if all sizes divide evenly among ranks."""
+    """True if copy engines may communicate outside of loops."""
     transport = options.transport_carrying(SIGNALS)
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
@@ -211,9 +206,8 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
-    A collective is always possible. Copy engines are possible if ranks can access each other's memory: ranks put operands that are not in
-    windows, and get operands that are in windows. With one chunk per rank, the shards of a matmul operand stay separate, and a loop of
-    matmuls reads them.
+    A collective is always possible. Copy engines are possible if ranks can access each other's memory: by puts of operands that are not in
+    windows, and by gets of operands in windows. With one chunk per rank, a loop of matmuls reads the separate shards of an operand.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -240,7 +234,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """Returns the only consumer of a gather if it is a matmul whose columns are gathered, also through a transpose. Otherwise None."""
+    """The only consumer of a gather, if this consumer is a matmul whose columns are gathered, also through a transpose. Otherwise None."""
     uses, types, name, dim = consumers(fusion), fusion.types, gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
@@ -253,7 +247,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """Returns the result of `product_by_shards` if all sizes are known and the ranks split its columns evenly. Otherwise None."""
+    """The result of `product_by_shards`, if sizes are known and the ranks split the columns evenly. Otherwise None."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
@@ -272,11 +266,8 @@ def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest alternative if it gains enough over
-    sequential execution.
-
-    Raises ProgramError if the stated alternative is not possible.
-    """
+    """Chooses the alternative that the user stated for a reshard, or else the fastest if it gains enough over sequential execution. Raises
+    ProgramError if the stated alternative is not possible."""
     choice = Choice(reshard.result.name, fusion.name, possible)
     sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
@@ -289,13 +280,13 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], re
 
 
 def min_gain(sequential: float) -> float:
-    """Minimum gain in microseconds over sequential execution for an alternative to be chosen."""
+    """Minimum gain of a chosen alternative over sequential execution, in microseconds."""
     return max(MIN_GAIN_MICROS, (1 - MAX_TIME_RATIO) * sequential)
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop: the ops between the op that computes the operand of the reshard
-    and the first consumer of its result."""
+    """Seconds of the ops that can overlap with a reshard outside of a loop: between the op that computes the operand and the first
+    consumer."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
@@ -305,7 +296,7 @@ def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Mach
 
 
 def _is_made(name: str, fusion: Fusion) -> bool:
-    """True if the program allocates the memory of a value. Inputs and their views are in the caller's memory."""
+    """True if the program allocates the memory of a value. False for inputs and views of inputs."""
     while name in fusion.made and OPS[fusion.made[name].kind].is_view:
         name = fusion.made[name].tensors[0]
     return name in fusion.made
@@ -326,11 +317,8 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the op at `position` can move up: the latest position at which the passed ops hide all of the op's time. If no
-    position is early enough, the earliest possible one.
-
-    The op stays behind the kernel that computes its operand. Pointwise ops that read this operand belong to that kernel.
-    """
+    """Position to which the op at `position` can move up: the latest one at which the passed ops hide all of the op's time, or else the
+    earliest. The op stays behind the kernel that computes its operand, and pointwise ops that read this operand."""
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
     for other in ops[:position]:
@@ -348,8 +336,7 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The communication at `position` has to wait for them in any
-    case."""
+    """Seconds of earlier communications that are still in flight at `position`, for which the next one waits in any case."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 
@@ -375,16 +362,14 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def _is_large(op: Op) -> bool:
-    """True for matmuls, attention, communications, loops, and calls of functions with such ops. An optimizer's update has no such ops."""
+    """True for matmuls, attention, communications, loops, and calls of functions with such ops."""
     is_large_call = op.callee is not None and any(map(_is_large, op.callee.ops))
     return communicates(op) or op.result.stream is not None or op.kind in PRODUCTS or is_large_call
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Moves matmuls on which no large op depends, such as gradients of weights, down to positions at which ops wait for a communication.
-
-    Each matmul passes at most two communications, because its operands stay alive until its new position.
-    """
+    """Moves matmuls that no large op needs, such as gradients of weights, down to positions at which ops wait for a communication. A matmul
+    passes at most two communications, because its operands stay alive until its new position."""
     needed = needed_by_large(ops)  # does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
     clock = link = 0.0  # end times of all computation and of all communication so far

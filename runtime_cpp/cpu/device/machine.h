@@ -112,7 +112,7 @@ class Machine {
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
   void progress();                                     // wakes host threads to check their conditions
-  void learn(int device, const ClockSnapshot& clock);  // merges a clock into the clock of the device's host
+  void learn(int device, const ClockSnapshot& clock);  // merges a clock into that of the device's host thread
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
@@ -214,7 +214,7 @@ class Machine {
   std::vector<std::vector<Stream*>> by_device_;  // [device][i], legacy stream first
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
-  // Communications that have begun on each device: the last one per channel and lane.
+  // Communications that have begun on each device: the last one per channel and lane (op.h).
   std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;

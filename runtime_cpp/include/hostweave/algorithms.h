@@ -8,8 +8,8 @@
 
 namespace hw {
 
-// Keeps the selected algorithm of each problem. One rank measures, and all ranks of the process use the algorithm that it
-// selects. Equal operands thus give equal results on all of them.
+// Selected algorithm of each problem. One rank measures, and all ranks of the process use the result, so that equal operands give
+// equal results.
 class Algorithms {
  public:
   // Returns the algorithm of a problem. Calls `measure` for a new problem; meanwhile other callers wait. The pointer stays valid.

@@ -13,7 +13,7 @@ namespace hw {
 class Arena {
  public:
   Arena();
-  // `calls` may be shared with other programs, whose calls then run one after another too.
+  // Calls of all programs with the same `calls` run one after another.
   explicit Arena(CallOrder& calls);
 
   // Places every buffer of the plan. The memory grows if needed and never shrinks. Outgrown memory that captured graphs use is

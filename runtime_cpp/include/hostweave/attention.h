@@ -1,4 +1,4 @@
-// Scaled dot-product attention that does not materialise the scores. A plan is made once per shape; a call only enqueues it.
+// Scaled dot-product attention that does not materialise the scores. A plan is made once per shape; calls only enqueue work.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,8 +11,7 @@
 
 namespace hw {
 
-// CUDA kernels of this package for one dtype and maximum head size. Each such set is a separate library, which is linked only to
-// programs that may need it. On other targets, the sets are empty.
+// CUDA kernels of this package for one dtype and maximum head size, in a separate library. Empty on other targets.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;
@@ -64,8 +63,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError if neither cuDNN nor the kernels support the problem. Throws ExecutionError if some row attends to no
-  // column, unless there are lengths or the option `blind_zeros` is set.
+  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Without lengths and `blind_zeros`, also
+  // throws if a row attends to no column.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

@@ -107,7 +107,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
   products.combine(sums, [](float a, float b) { return a + b; });
   HW_UNROLL
   for (int i = 0; i < rows; ++i) {
-    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest term of the sum is exp(0) = 1
+    const float quotient = 1 / fmaxf(sums[i], 1);  // the sum is 0 without columns, otherwise at least exp(0) = 1
     HW_UNROLL
     for (int j = 0; j < width; ++j) results[i][j] *= quotient;
     const int row = Its::row(i);

@@ -53,8 +53,8 @@ class CallLog {
   };
   // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Call these functions in a capture of the application, before and after the captured work. They add milestones, unless the
-  // capture has none. Throw ExecutionError.
+  // For captures by the application: add milestones before and after the captured work, unless the capture has none. Throw
+  // ExecutionError.
   void begins_launch();
   void ends_launch();
   // Returns the ops of the last capture. The graph calls `forget` when it no longer needs them.

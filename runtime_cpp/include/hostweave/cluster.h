@@ -6,7 +6,7 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Thread block cluster with distributed shared memory. Before compute capability 9.0 it is one block.
+// Thread block cluster with distributed shared memory. One block before compute capability 9.0.
 struct Cluster {
 #if __CUDA_ARCH__ >= 900
   __device__ static int rank() {
@@ -19,7 +19,7 @@ struct Cluster {
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return size;
   }
-  // Barrier for all threads of the cluster. Makes their writes to any memory visible to each other.
+  // Barrier for all threads of the cluster. Makes the writes of each thread visible to all threads.
   __device__ static void meet() {
     if (size() == 1) return __syncthreads();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

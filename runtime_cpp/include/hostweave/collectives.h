@@ -1,6 +1,6 @@
 // Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
-// equal. Otherwise they are a group with one call per block. all_to_all always sends and receives blocks. All ranks know all
-// sizes, so their calls match.
+// equal, otherwise a group with one call per shard that is not empty. all_to_all always sends and receives blocks. Calls of all
+// ranks match, because each rank knows all sizes.
 #pragma once
 #include <nccl.h>
 

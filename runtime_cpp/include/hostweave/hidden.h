@@ -1,9 +1,9 @@
-// A pointer to implementation, without <memory>.
+// Pointer to implementation, without <memory>, which compiles slowly.
 #pragma once
 
 namespace hw {
 
-// Owns a T, which may be incomplete except where a Hidden is constructed. Programs with <memory> would compile more slowly.
+// Owns a T, which may be incomplete except where the Hidden is constructed.
 template <class T>
 class Hidden {
  public:

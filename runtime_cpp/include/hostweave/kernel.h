@@ -183,7 +183,7 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Distributes 0..n, in steps of kWidth, over the threads of the grid, its blocks, or the threads of a block, so that accesses are
+// Distributes 0..n, in steps of kWidth, over the threads of the grid, the blocks, or the threads of a block, so that accesses are
 // coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {

@@ -1,5 +1,6 @@
 // Gather, scatter, scans and sorting. Each op processes whole 1-D slices of its operand along one dim; a slice is called a lane.
-// A thread processes a lane, or a part of a lane, if adjacent lanes are interleaved in memory. Otherwise a block processes it.
+// A thread processes a lane, or a part of a lane, if adjacent lanes are interleaved in memory. Otherwise a block processes a
+// lane.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -104,7 +105,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane that several threads share without synchronisation, and this thread's `part` of it. Adjacent threads process the same
+// A lane that several threads share without synchronisation, and the `part` of this thread. Adjacent threads process the same
 // part of adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__

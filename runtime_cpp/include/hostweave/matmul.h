@@ -1,4 +1,4 @@
-// Matmuls by cuBLASLt. A plan is made once per shape; a call only enqueues it.
+// Matmuls by cuBLASLt. A plan is made once per shape; calls only enqueue work.
 #pragma once
 #include <cublasLt.h>
 

@@ -1,5 +1,5 @@
-// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On
-// GPUs it uses only the id type of NCCL.
+// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. Uses
+// only the id type of NCCL on GPUs.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0 and sets it to 1; a wait
 // waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
@@ -35,8 +35,8 @@ class PeerGroup {
 
   static inline const std::atomic<bool> kNeverAborted = false;
 
-  // Collective: joins the group of that id. Throws ExecutionError on a timeout, if another rank fails, or if `aborted` is set.
-  // Also if the process of the id cannot be reached, `size` is over 64 or differs between ranks, or two ranks have one index.
+  // Collective: joins the group of that id. Throws ExecutionError on a timeout, for a wrong id, rank or size, if another rank
+  // fails, or if `aborted` is set.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
             const std::atomic<bool>& aborted = kNeverAborted);
   ~PeerGroup();
@@ -49,7 +49,7 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps memory of all ranks that `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory. Does not wait: if peers still map `data`, a later `map` or `free` frees it, or 5 s after an abort.
+  // Unmaps the peers' memory without waiting. A later `map` or `free` frees `data` if peers still map `data`.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);

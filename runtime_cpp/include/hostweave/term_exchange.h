@@ -17,8 +17,8 @@ class TermExchange {
   // All programs of a rank share the resources of a channel.
   TermExchange(Rank& rank, const Channel& channel);
 
-  // Collective when first called for a channel. Kernels exchange data if all GPUs have peer access; otherwise NCCL gathers it
-  // before the kernel.
+  // Collective when first called for a channel. Kernels exchange data if all GPUs have peer access; otherwise NCCL gathers the
+  // data before the kernel.
   void prepare();
 
   // Returns the order of all calls of the rank that exchange data in kernels. All ranks must make these calls in the same order.

@@ -1,5 +1,4 @@
-"""Arithmetic of fusions and host programs on arrays with several lanes (independent random inputs): casts, ops, and user kernels as random
-functions."""
+"""Arithmetic of fusions and host programs on arrays with lanes, one per independent random input. User kernels are random functions."""
 
 from __future__ import annotations
 
@@ -54,13 +53,12 @@ def results_of_kernel(
 
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    """Converts indices to i64, modulo the size of the dim."""
     positions: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return positions
 
 
 def _philox(_: Any, i: Any, *others: Any) -> Any:
-    """Computes philox with NumPy. All operands are integers, so the result is exact."""
+    """Computes philox with NumPy, exactly, because all operands are integers."""
     return Real.of(Exact(OPS["philox"].numpy(np, *values_of(Exact.of(i), *others))))
 
 
@@ -74,7 +72,7 @@ def function_of(op: Op) -> Any:
 def run_fusion(
     fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
 ) -> tuple[Lanes, ...]:
-    """The outputs of a fusion for these global inputs. `observe` is called with the values of each body."""
+    """The outputs of a fusion for these global inputs. Calls `observe` with the values of each body."""
 
     def kernel(op: Op, tensors: Sequence[Lanes]) -> tuple[Lanes, ...]:
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)

@@ -1,8 +1,8 @@
 """Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this rule.
 
 An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm also stores
-its argument. Sums and selections keep this argument: exp(log(y) + x) is y exp(x). The definition of exp does not use b, so a
-difference in b can be lost. Therefore the shadows (f64 values) are compared too.
+its argument, which sums and selections keep: exp(log(y) + x) is y exp(x). The definition of exp does not use b, so that a difference in b
+can be lost. Therefore the shadows (f64 values) are compared too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The field of integers modulo a prime. Its elements are stored as uint64.
 
-Sums and products are exact, so the order of operations does not matter. `hashed` is a random function: equal elements give equal results.
+Sums and products are exact, so the order of operations does not matter.
 """
 
 import threading
@@ -34,7 +34,7 @@ def _powers_of_two() -> Elements:
 
 
 def of_floats(x: NDArray[Any]) -> Elements:
-    """Elements for f64 numbers, which are integers times powers of two, and so have exact elements. 0 for a number that is not finite."""
+    """Exact elements for f64 numbers, which are integers times powers of two. 0 for a number that is not finite."""
     mantissa, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     whole = np.ldexp(mantissa, 53).astype(np.int64) % PRIME
     elements: Elements = whole.astype(np.uint64) * _powers_of_two()[exponent + (_EXPONENTS - 53)] % P
@@ -47,14 +47,14 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# Freeing an array of this size makes glibc keep freed memory of later arrays. New pages would take longer than the arithmetic.
+# Freeing an array of this size makes glibc keep memory that later arrays free. New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
 
 
 def _scratch_like(x: Elements) -> Elements:
-    """Memory for an intermediate result, which the next call reuses, because allocating memory takes longer than the arithmetic."""
+    """Memory for an intermediate result, which the next call reuses, because allocation takes longer than the arithmetic."""
     if getattr(_scratch, "size", 0) < x.size:
         _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
     memory: Elements = _scratch.memory[: x.size].reshape(x.shape)
@@ -62,8 +62,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. Reduces an array of more than `_MANY` numbers in place, by a division and a product, because
-    NumPy's remainder takes longer."""
+    """Reduces 64-bit numbers modulo the prime, and arrays of more than `_MANY` numbers in place. NumPy's remainder takes longer than a
+    division and a product."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements
@@ -78,7 +78,6 @@ def sum_of(x: Elements, y: Elements) -> Elements:
 
 
 def _below_prime(total: Elements) -> Elements:
-    """Subtracts the prime from each number that is not below the prime."""
     if total.size <= _MANY:
         smaller: Elements = np.minimum(total, total - P)  # a number below 0 wraps around
         return smaller
@@ -139,7 +138,7 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """A random function of elements. `word` selects the function."""
+    """A random function of elements, which `word` selects. Equal elements give equal results."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

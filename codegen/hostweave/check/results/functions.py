@@ -1,6 +1,6 @@
 """NumPy's functions for arrays with lanes.
 
-The references of ops and instructions get NumPy as an argument. If they get `LANES` instead, they compute all lanes at once.
+The references of ops and instructions take NumPy as an argument. With `LANES` in its place, they compute all lanes at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hostweave.check.results.lanes import (
     widest_real,
 )
 
-# NumPy function that a random function of the field replaces -> function that maps any operand into the domain of the NumPy function
+# NumPy function that a random function of the field replaces -> map of any operand into the domain of the NumPy function
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
@@ -53,7 +53,7 @@ class Functions:
 
     @staticmethod
     def errstate(**_: str) -> nullcontext[None]:
-        """Changes nothing: a check ignores all floating-point errors."""
+        """Does nothing, because a check ignores floating-point errors."""
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,8 @@ class Functions:
         return x.negative() if isinstance(x, Real) else Exact(-x.value)
 
     def power(self, x: Any, y: Any) -> Any:
-        """The exact power of ints. For floats, a product if the exponent is an integer from 0 to 64, otherwise a random function."""
+        """The exact power of ints. For floats, a product if the exponent is a constant integer from 0 to 64, otherwise a random
+        function."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
         exponent = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
@@ -104,7 +105,7 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """Replaces a function that the field lacks by a random function. For the shadow, maps the operand into the function's domain."""
+        """Replaces a function that the field lacks by a random function. The shadow is that of an operand in the function's domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
@@ -286,7 +287,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         addend = x.of(y)
-        if addend.lanes > x.lanes:  # x is updated in place, so it cannot get more lanes
+        if addend.lanes > x.lanes:  # x, updated in place, cannot get more lanes
             raise NeedsSingleLane
         for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)
@@ -311,7 +312,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows, but treats numbers with equal elements as equal: such numbers are one number, computed in two ways."""
+    """Compares shadows. Numbers with equal elements are equal: one number, computed in two ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:
@@ -339,7 +340,6 @@ _OF_REALS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    """NumPy's function for integers, and the function of `_OF_REALS` if an operand is a float."""
     exact, of_reals = getattr(np, name), _OF_REALS[name]
 
     def computed(x: Any, y: Any) -> Any:

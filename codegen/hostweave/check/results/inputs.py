@@ -1,5 +1,5 @@
-"""Random inputs of a fusion: random elements of the field for floats, and random integers. Integers that ops use as positions or lengths
-are drawn from their whole valid range."""
+"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from their whole
+valid range."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hostweave.types.mesh import Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import TensorType, global_shape
 
-SMALL_INTEGERS = range(3)  # values of integers that no op uses in one of the following roles
-BITS = 2**16  # number of values of integers that xor reduces: with few bits, two results are often equal by chance
+SMALL_INTEGERS = range(3)  # values of integers without a role
+BITS = 2**16  # number of values of integers that xor reduces; with few bits, two results are often equal by chance
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 
 
@@ -34,12 +34,11 @@ def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and number of cached blocks: all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks, because all checks of a process draw the same numbers
 
 
 @lru_cache(MAX_BLOCKS)
 def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-    """A block of shadows, and a block of elements that are independent of the shadows."""
     random = np.random.default_rng((39, number))
     return random.standard_normal(BLOCK), random.integers(1, PRIME, BLOCK, np.uint64)
 
@@ -80,7 +79,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
 
 
 def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """Maps each integer input with a role, such as positions, to the role and the upper bound of its values."""
+    """Maps each integer input with a role, such as positions, to the role and the upper bound."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, bound in _index_roles(fusion, sizes):
         if role != XORED or name not in found:
@@ -90,8 +89,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If an op only
-    moved the elements of another value, yields the name of that value."""
+    """Yields name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If the value has moved
+    elements of another value, yields the name of that value."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

@@ -27,7 +27,7 @@ ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is
 
 
 class NeedsSingleLane(Exception):
-    """Raised by a function that needs a Python number. The function must then be called for each lane separately."""
+    """Raised by a function that needs a Python number, and must be called for each lane separately."""
 
 
 class Lanes:
@@ -63,7 +63,7 @@ class Lanes:
 
     @property
     def value(self) -> Part:
-        """The part that decides comparisons. For a float, this is the shadow."""
+        """The part that decides comparisons: the shadow of a float."""
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
@@ -74,7 +74,7 @@ class Lanes:
         return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
 
     def single_lane(self) -> Part:
-        """The value of the only lane. Raises NeedsSingleLane if there are several lanes."""
+        """The value of the only lane."""
         if self.lanes > 1:
             raise NeedsSingleLane
         value: Part = self.value[0]
@@ -178,7 +178,7 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats. Each has a shadow and an element of the field. `exp` is a random function whose value at 0 is 1."""
+    """Floats, each with a shadow and an element of the field. `exp` is a random function with the value 1 at 0."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
@@ -205,7 +205,7 @@ class Real(Lanes):
 
     @classmethod
     def from_parts(cls, shadow: Part, element: Part) -> Self:
-        """Numbers with this shadow and this element. A subclass with more parts derives the others."""
+        """Numbers with this shadow and this element. Subclasses derive further parts."""
         return cls(shadow, element)
 
     @property
@@ -275,15 +275,13 @@ class Real(Lanes):
 
 
 def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
-    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. `size` sums the absolute values.
-
-    Otherwise the inverses and signs of these shadows would depend on the order of the sum."""
+    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Otherwise inverses and signs of the shadow
+    would depend on the order of the sum. `size` sums the absolute values."""
     is_error = (element == 0) & (shadow != 0)
     return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 
 
 def rounded_if_near(shadow: Part) -> Part:
-    """Rounds shadows that are close to an integer."""
     with np.errstate(all="ignore"):
         nearest = np.rint(shadow)
         rounded_if_near: Part = np.where(np.abs(shadow - nearest) <= ROUNDING_TOLERANCE * (1 + np.abs(shadow)), nearest, shadow)
@@ -346,7 +344,7 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all lanes at once. If it raises NeedsSingleLane, calls it for each lane separately."""
+    """Calls a function for all lanes at once, or for each lane if the function raises NeedsSingleLane."""
     try:
         return _in_lanes(function(*operands))
     except NeedsSingleLane:
@@ -363,7 +361,7 @@ def _in_lanes(result: Any) -> Any:
 
 
 def joined_lanes(results: Sequence[Any]) -> Any:
-    """Concatenates the lanes of arrays, or of the arrays in tuples."""
+    """Concatenates the lanes of arrays, or of arrays in tuples."""
     if isinstance(results[0], tuple):
         return tuple(joined_lanes(each) for each in zip(*results, strict=True))
     return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))

@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once, as lanes of the arrays (see lanes.py).
 
-The rank with the fewest executed operations runs next, unless it must wait for another rank. Ranks that are at the same instruction, with
-equal layouts, execute the instruction together.
+The rank with the fewest executed operations runs next, unless it waits for another rank. Ranks at the same instruction and with equal
+layouts execute the instruction together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """The memory and the progress of all ranks. `lanes` is the number of lanes per rank: one per seed."""
+    """The memory and the progress of all ranks. `lanes` is the number of lanes per rank, one per seed."""
 
     def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
@@ -43,12 +43,12 @@ class FieldRanks:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
-        # senders -> the data that they deliver, already reduced if the collective reduces
+        # senders -> delivered data, reduced if the collective reduces
         self.delivered: dict[tuple[Operation, ...], list[Lanes]] = {}
-        self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that it reads
-        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
-        self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
-        self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
+        self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that the kernel reads
+        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, the values
+        self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of local sizes) -> ops
+        self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> ops that read no sizes, by number
         self.executed: set[tree.Instruction] = set()
         # called after each write with the rank that owns the memory, the access, and the contents
         self.on_write: Callable[[int, Access, Lanes], None] | None = None
@@ -75,8 +75,8 @@ class FieldRanks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """The memory that the accesses of these ranks name, with the same layout on each. The buffers may differ, because each stream may
-        have a separate buffer."""
+        """The memory that the accesses of these ranks name. The layout is equal on all ranks, but buffers of different streams may
+        differ."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -85,7 +85,6 @@ class FieldRanks:
         return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
 
     def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
-        """Writes `value` to the memory that the accesses of these ranks name."""
         self.view(ranks, accesses).fill(value)
         if on_write := self.on_write:
             for rank, access in zip(ranks, accesses, strict=True):
@@ -94,7 +93,6 @@ class FieldRanks:
     # --- control ---
 
     def run(self) -> None:
-        """Runs all ranks to the end of the call. Raises ExecutionError if ranks wait for each other."""
         queues = [_Queue(rank, operations) for rank, operations in enumerate(self.instances.ranks)]
         with np.errstate(all="ignore"):
             while remaining := [queue for queue in queues if queue.current]:
@@ -109,8 +107,7 @@ class FieldRanks:
                     queue.advance()
 
     def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
-        """The queues that can execute the instruction of `first` together: their layouts are equal, and so are the sizes that the
-        instruction uses."""
+        """The queues that can execute the instruction of `first` together, because layouts and sizes are equal."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
         place = first.executed_count, first.is_posted
@@ -144,7 +141,7 @@ class FieldRanks:
         return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if the rank can proceed. A rank can always post its data, but it can receive only once all sources have posted."""
+        """True if the rank can proceed. A rank can always post, but can receive only after all sources have posted."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
@@ -180,7 +177,7 @@ class FieldRanks:
                         self.fill([rank], [access], self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Lanes:
-        """The elements that a communication delivers to a rank, in order."""
+        """The elements that a communication delivers to a rank."""
         instruction, sources = part.instruction, self.match_of[part].sources(part)
         if sources not in self.delivered:
             sent = [self.reduce_terms(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
@@ -212,7 +209,7 @@ class FieldRanks:
             self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
     def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Lanes:
-        """The elements that a kernel's collective delivers to a rank, in the shape of the kernel's first input."""
+        """The elements that a kernel's collective delivers to a rank, as the kernel's first input."""
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
         sent = [part.ravel() for part in self.sent(sources)]
@@ -222,7 +219,7 @@ class FieldRanks:
         return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
     def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Executes puts, gets and signals: copies between the memory of a rank and its peer, and posts signals."""
+        """Executes puts, gets, signals and waits for signals."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -266,7 +263,7 @@ class FieldRanks:
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
-        """Ops of a kernel for the sizes of a rank. For each op: name of the result, function, operands, dtype, and offset or None."""
+        """Ops of a kernel for the sizes of a rank, each as name of the result, function, operands, dtype, and offset or None."""
         key = name, self.local_sizes(name)[rank]
         if key not in self.bound_ops:
             ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]
@@ -307,7 +304,7 @@ def _offset(op: Op) -> Size | None:
 
 
 class _Queue:
-    """Operations of one rank in one call that compute or communicate. `current` is the operation that the rank executes next."""
+    """Operations of one rank in one call that compute or communicate. `current` is executed next."""
 
     def __init__(self, rank: int, operations: Sequence[Operation]):
         self.rank, self.remaining = rank, iter(operations)
@@ -339,7 +336,7 @@ class _Queue:
         return own is instruction or own == instruction
 
     def awaited(self, match_of: Mapping[Operation, MatchedCommunications]) -> Sequence[Operation]:
-        """The communications that must be posted before this operation can end."""
+        """Communications that must be posted before this operation can end."""
         return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
 
 
@@ -347,7 +344,7 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer on all ranks. Each part is an array [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
+    """A buffer on all ranks. Parts are arrays [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
@@ -360,12 +357,11 @@ class FieldBuffer:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
 
     def put(self, ranks: Sequence[int], block: Lanes) -> None:
-        """Writes an array to the beginning of the memory of these ranks, in order."""
+        """Writes an array to the beginning of the memory of these ranks."""
         for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
             part[ranks, :, : block.size] = new.reshape(len(new), -1)
 
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
-        """View of the memory of these ranks, with the same layout and offset on each."""
         if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
             return Views([self.view([rank], offset, layout) for rank in ranks])
         key = ranks[0], len(ranks), offset, layout.shape, layout.strides
@@ -406,7 +402,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different offsets on several ranks. The lanes of all ranks are concatenated."""
+    """Memory at different offsets on several ranks, as concatenated lanes."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

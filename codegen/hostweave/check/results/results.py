@@ -36,7 +36,7 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
 FEW_ELEMENTS = 2 * 10**4  # a small program gets so many seeds that it computes about this number of elements in total
-MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or one seed
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds, larger for small programs. A mistake such as a wrong bound of a comparison shows only for numbers between the wrong
-    and the right bound. Such numbers are rarest among integers, so programs with integers get the most seeds."""
+    """Number of seeds, larger for small programs. A wrong bound of a comparison shows only for numbers between the wrong and the right
+    bound. Such numbers are rarest among integers, so programs with integers get the most seeds."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -68,7 +68,7 @@ def _seeds(elements: float, has_integers: bool) -> int:
 
 @ir.analysis
 def _has_integers(fusion: Fusion) -> bool:
-    """True if an op of the fusion, or of a function that it calls, takes or makes integers."""
+    """True if the fusion, or a function that it calls, has integers."""
     kinds = {value.type.dtype.kind for value in fusion.values().values()}
     return not kinds.isdisjoint(INTS) or any(_has_integers(op.callee) for op in fusion.ops if op.callee)
 
@@ -98,9 +98,9 @@ def difference(
 ) -> Difference | None:
     """The first difference between a host program and its fusion, at the sizes of `expected`.
 
-    In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run. After a
-    difference, a second run therefore uses exp(a + b) = exp(a) exp(b). If an instruction other than the backward pass of attention reads
-    log-sum-exps, a correct program may differ in both runs. The values in f64 then decide.
+    In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run, so a second
+    run uses exp(a + b) = exp(a) exp(b). If an instruction other than the backward pass of attention reads log-sum-exps, a correct program
+    may differ in both runs. The values in f64 then decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -110,7 +110,6 @@ def difference(
 
 
 def _reads_log_sum_exps(program: ir.HostProgram) -> bool:
-    """True if an instruction other than the backward pass of attention reads log-sum-exps."""
     buffer_of: dict[str, str] = {}  # view -> the buffer that contains it
     made: set[str] = set()
     for i in tree.walk(program.body):
@@ -148,7 +147,7 @@ class ComparedOutput:
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """True for each element whose shadow, or integer, differs."""
+        """True for each element with another shadow or integer."""
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)
@@ -160,7 +159,7 @@ class ComparedOutput:
         return np.asarray(~near)
 
     def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
-        """The difference at one element. `at` is its lane and its index in the block."""
+        """The difference at one element. `at` has the lane, and the index in the block."""
         seed, *index = at
         values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.actual, self.expected))
         places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
@@ -215,22 +214,21 @@ class Results:
     """Compares the results of a host program with those of its fusion, at several sizes."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, max_elements: float = inf):
-        """`max_elements` is an upper bound of the work: sizes with more elements are skipped."""
+        """Sizes with more than `max_elements` elements are skipped."""
         self.max_elements = max_elements
         self.fusion, self.program, self.stages = fusion, program, stages
         self.executed: set[tree.Instruction] = set()
         self.skipped: list[str] = []
 
     def compare_all(self, checked: Sequence[Case], has_given_sizes: bool) -> None:
-        """Compares the results at the sizes of `checked` if the user gave sizes, otherwise at the sizes that `cases` chooses. `checked` are
-        the cases that the check of races has instantiated."""
+        """Compares the results at the sizes of `checked` if the user gave sizes, otherwise at the sizes that `cases` chooses."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
         expected: dict[tuple[tuple[str, int], ...], Expected] = {}
         for sizes, instances, matches in checked if has_given_sizes else cases(self.fusion, self.program, known):
             self.compare(instances, matches, expected.setdefault(tuple(sizes.items()), Expected(self.fusion, sizes)))
 
     def compare(self, instances: Instances, matches: Sequence[MatchedCommunications], expected: Expected) -> None:
-        """Raises ProgramError for the first element of an output that differs. The error names the pass that introduced the difference."""
+        """Raises ProgramError for the first element of an output that differs."""
         if expected.elements > self.max_elements:
             at = "".join(f", {name}={size}" for name, size in expected.sizes.items())
             self.skipped.append(f"the results{at}: {expected.elements:.1e} elements are more than {self.max_elements:.1e}")
@@ -261,9 +259,8 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: at sizes
-    with as many blocks as rows, the results are the same if pack and unpack are swapped. For a fusion with many elements, the variant
-    replaces large sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: with as
+    many blocks as rows, a swap of pack and unpack would not show. For a fusion with many elements, the variant replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
@@ -290,20 +287,18 @@ def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
 
 @ir.analysis
 def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
-    """Instructions that compute or communicate. The keys are the results of `_without_values`."""
+    """Instructions that compute or communicate, by the result of `_without_values`."""
     return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Replaces the expressions of a computation by 0, because an executed instruction has values in their place."""
+    """Replaces the expressions of a computation by 0, because an executed instruction has values for them."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """The first pass that changes a result, and the op of the first value that it changes.
-
-    The pass is "" if no stage has a different result. The op is None if all values with the same name before and after the pass are equal.
-    """
+    """The first pass that changes a result, and the op of the first value that it changes. The pass is "" if no stage has a different
+    result. The op is None if all values with the same name before and after the pass are equal."""
     correct = fusion
     for name, stage in stages:
         try:
@@ -315,7 +310,7 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
     return "", None
 
 
-OpsByName = dict[str, tuple[Op, Lanes]]  # name of a value after inlining -> the op that computes it in a fusion, and the value
+OpsByName = dict[str, tuple[Op, Lanes]]  # name after inlining -> the op that computes the value, and the value
 
 
 def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
@@ -375,7 +370,7 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 
 def count_elements(fusion: Fusion, sizes: Sizes) -> float:
-    """Number of elements of the inputs and of all results. A matmul counts as one more element per hundred multiplications."""
+    """Number of elements of the inputs and of all results. A hundred multiplications of a matmul count as one more element."""
     return _count_elements(fusion, tuple(sizes.items()))
 
 

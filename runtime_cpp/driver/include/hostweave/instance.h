@@ -51,7 +51,7 @@ class Pulse {
 class Progress {
  public:
   CallLog& log() { return log_; }
-  // The pulse of graphs that the application launches. `look` reports the time since it found that they stand still.
+  // The pulse of graphs that the application launches.
   Pulse& pulse() { return pulse_; }
   CallLog::State look();
 
