@@ -1,7 +1,7 @@
 """Finds communications of one rank that must be ordered but are not.
 
-Ordered must be: communications on different channels that occupy multiprocessors, kernels that exchange data on one channel, and all
-signals and waits of a rank.
+Three kinds must be ordered: communications on different channels that occupy multiprocessors, kernels that exchange data on one channel,
+and all signals and waits of a rank.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
 peers can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
@@ -30,10 +30,11 @@ class PostedCommunications:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns communications that must precede the task, and may still
-        run.
+        """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
+        still run.
 
-        These are on other channels, or a generated kernel does one of two communications on one channel. A library orders its own.
+        Communications on different channels must be ordered. Two communications on one channel need no order if the library does both,
+        because the library orders them.
         """
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
@@ -59,8 +60,8 @@ class SignalOrder:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields each with a previous one of the rank that may still
-        run."""
+        """Records the signals and waits of a task that starts at `clock`. Yields (later, earlier) if the rank's previous signal or wait may
+        still run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]

@@ -33,8 +33,8 @@ def check(
     """Checks a program, by default at several small sizes.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
-    after each pass, to find the pass that introduced a fault. Sizes at which the fusion computes more than `max_elements` elements are
-    skipped. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
+    after each pass, to find the pass that introduced a fault. The comparison skips sizes at which the fusion computes more than
+    `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
 
     Raises ProgramError for the first fault on any rank.
 

@@ -23,7 +23,7 @@ Clock = list[int]  # a vector clock: number of tasks that are known to have ende
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from `sources`. At its end, the task's clock is merged with those at which the sources started."""
+    """Data that a task receives from `sources`. When the task ends, its clock is merged with the clocks at which the sources started."""
 
     sources: list[Task]
     known: Clock | None = None

@@ -171,7 +171,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # The queue posts a communication when it gets there. A wait blocks the following instructions until the signal arrives.
+                # The queue posts a communication before it waits for the matching one. A wait for a signal also blocks the instructions
+                # after the wait.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

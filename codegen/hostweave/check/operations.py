@@ -36,7 +36,7 @@ class ByteLayout:
 
     @property
     def in_order(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the dims, merged where possible. Layouts with equal offsets of all elements have equal results."""
+        """Sizes and strides of the dims, merged where possible. Two layouts with equal offsets of all elements have the same result."""
         merged: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if merged and merged[-1][1] == size * stride:
@@ -68,8 +68,8 @@ ALWAYS = sys.maxsize  # later than all generations
 class ByteRegion(NamedTuple):
     """Bytes of an input, output or allocation on one rank.
 
-    A generation is a number of a version of the contents. Each execution of the buffer's allocate begins a generation, and so does each
-    result in donated memory.
+    A generation numbers a version of the contents. Each execution of the buffer's allocate begins a generation, and so does each result in
+    donated memory.
     """
 
     root: str

@@ -57,7 +57,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # the divisor need not divide the first symbol if a size has several, but it suffices
+            # if a size has several symbols, it is enough that the first symbol is a multiple of the divisor
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -175,8 +175,8 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes if the program allows them. Most sizes that no loop iterates over are enlarged, because few elements
-    would not show a wrong order in a shard."""
+    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged if few elements are added.
+    With few elements in a shard, a wrong order would not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -208,7 +208,7 @@ def _deciding_symbols(condition: Expr) -> list[str]:
 
 
 def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int:
-    """Factor by which a size must grow for the condition to change, or 1."""
+    """Factor by which a size must grow for the condition to change. 1 if no power of two that is tried changes the condition."""
 
     def holds(factors: int) -> int:
         return compiled(condition, RankSizes({**smallest, name: smallest[name] * factors}, smallest.mesh))({})

@@ -41,8 +41,8 @@ def export(
     """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs, checks and times the program.
     With `wheel`, `pip wheel` builds a wheel from the project.
 
-    `reference` is the same computation as a program for one device, or the reason why there is none. `dtypes` are the dtypes of its values.
-    Kernels of both programs are scheduled for `machine`.
+    `reference` is the same computation as a program for one device, or the reason why there is none. `dtypes` are the dtypes of the
+    program's values. Kernels of both programs are scheduled for `machine`.
 
     Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that no export wrote,
     or that was edited since.

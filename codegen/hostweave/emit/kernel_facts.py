@@ -179,7 +179,8 @@ class KernelFacts:
         return bool(reduced_indices(op, self.walked.indices))
 
     def condition_on(self, op: Op) -> str:
-        """Condition under which a `where`, the only reader of a result, selects the result. Empty if the innermost loop computes it."""
+        """Condition under which a `where`, the only reader of a result, selects the result. Empty if there is no such `where`, or if the
+        innermost loop computes the condition."""
         users = [user for user in self.ops if op.result.name in user.tensors]
         if op.result.name in self.results or [user.kind for user in users] != ["where"]:
             return ""

@@ -87,8 +87,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # `HW_CHECK(cudaMemcpyAsync(`, a call with a call or list as its one argument, breaks before this argument if the argument then fits on
-    # one line, otherwise inside the argument
+    # a call whose one argument is a call or list, such as `HW_CHECK(cudaMemcpyAsync(`, breaks before this argument if the argument then
+    # fits on one line
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:

@@ -21,8 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, and the compute type of a TF32 matmul, or the dtype
-    of b and the scale modes of a scaled matmul. Arguments at the end are omitted if they have their defaults."""
+    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, and one more for TF32 (the compute type) or for
+    scales (the dtype of b, and the scale modes). Arguments at the end are omitted if they have their defaults."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -58,8 +58,7 @@ class Products:
 
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
-        """Name of a result in the name of a plan: that of the view if a view with a constant index contains the result, or else that of
-        the buffer."""
+        """Name of a result in the name of a plan: the name of a view with a constant index, or else of the buffer."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")

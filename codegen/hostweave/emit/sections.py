@@ -38,7 +38,7 @@ class Section:
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
         self.texts: dict[str, str] = {}  # value -> C++
         self.loads: dict[str, str] = {}  # input -> local variable with a vector
-        self.own = ""  # the value, if this section computes a row of it that threads hold in registers
+        self.own = ""  # if set, this section computes a row of this value that threads hold in registers
         # statements in the order of emission: vector loads, statements per element, updates, vector stores
         self.begin: list[str] = []
         self.lines: list[str] = []

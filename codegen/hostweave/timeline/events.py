@@ -16,7 +16,7 @@ class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
     `after` has the indices of events that must end before this event starts. `meets` has the indices of events that must start before this
-    event proceeds, including the own index. For a collective, these are its events on all ranks.
+    event proceeds, including this event. For a collective, these are its events on all ranks.
     """
 
     rank: int

@@ -18,7 +18,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """Returns the timeline of one call that all ranks start at the same time, without time of the hosts."""
+    """Returns the timeline of one call that all ranks start at the same time. The time of the hosts does not count."""
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"

@@ -105,7 +105,8 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """Replaces a function that the field lacks by a random function. The shadow is that of an operand in the function's domain."""
+        """Replaces a function that the field lacks by a random function. The shadow is the value of the NumPy function at an operand that
+        is mapped into the domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
@@ -287,7 +288,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         addend = x.of(y)
-        if addend.lanes > x.lanes:  # x, updated in place, cannot get more lanes
+        if addend.lanes > x.lanes:  # an update in place cannot add lanes to x
             raise NeedsSingleLane
         for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)
@@ -312,7 +313,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements are equal: one number, computed in two ways."""
+    """Compares shadows, but counts numbers with equal elements as equal: both compute the same number in different ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

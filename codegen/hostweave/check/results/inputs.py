@@ -1,5 +1,5 @@
-"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from their whole
-valid range."""
+"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from all valid
+values."""
 
 from __future__ import annotations
 

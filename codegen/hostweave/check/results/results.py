@@ -214,7 +214,7 @@ class Results:
     """Compares the results of a host program with those of its fusion, at several sizes."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, max_elements: float = inf):
-        """Sizes with more than `max_elements` elements are skipped."""
+        """Skips sizes at which the fusion computes more than `max_elements` elements."""
         self.max_elements = max_elements
         self.fusion, self.program, self.stages = fusion, program, stages
         self.executed: set[tree.Instruction] = set()

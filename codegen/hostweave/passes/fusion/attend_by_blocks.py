@@ -50,7 +50,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks for both ops."""
+        """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks that both ops read."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

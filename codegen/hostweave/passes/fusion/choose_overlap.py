@@ -102,8 +102,8 @@ class _Choice:
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications of its operands, and the producers of the communicated values.
 
-        In a loop by shard, the search stops at a gather of the chunked dim, because each iteration reads the shard of one rank. In a loop
-        across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
+        In a loop by shard, each iteration reads the shard of one rank, so the search for members stops at a gather of the chunked dim. In a
+        loop across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -256,7 +256,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication. If an earlier loop computes an operand, its choice lets the loops fuse."""
+        """Chunking and rotation of a loop without communication: those of an earlier loop that computes an operand, if the loops can then
+        fuse."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"

@@ -32,7 +32,7 @@ EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that a matmul can apply as its epilo
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
-    """Forms loops for the gathers for which `overlap_communication` chose chunks."""
+    """Forms loops for gathers that `overlap_communication` splits into chunks."""
     done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers with a loop in the program's text
     chunks = {choice.value: choice.chosen.chunks for choice in fusion.choices if choice.value not in done}
     loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of the matmul and its epilogues

@@ -58,8 +58,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: picks the op that can start first. Prefers moves, and then the op with the shortest chain of dependent ops.
-        A backward pass then precedes the forward passes of later micro-batches."""
+        """List scheduling: picks the op that can start first. Ties go to a move, or else to the op with the shortest chain of dependent
+        ops. A backward pass then precedes the forward passes of later micro-batches."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

@@ -98,10 +98,10 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Overlaps the communications of one body, in their order.
+    """Overlaps the communications of one body.
 
-    Hoists a communication past just enough work to hide it, because the result occupies memory from its new position on. First moves
-    matmuls that no large op needs down, to positions at which a rank would wait.
+    Hoists a communication past just enough work to hide it, because the result occupies memory from its new position on. Communications
+    keep their order. First, matmuls that no large op needs move down to positions at which a rank would wait.
 
     A choice records whether a gather or reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that
     overlap with nothing may use copy engines too.
@@ -130,7 +130,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves all-reduces that overlap with nothing and that no large op needs to the end, so that `group_communications` can group them."""
+    """Moves all-reduces to the end of a body if they overlap with nothing, and no large op needs them. `group_communications` can then
+    group these all-reduces."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -173,6 +174,7 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. Ranks outside of the op's mesh would wait for an event that they do not record."""
+    """True if the op can be async. False on a mesh of some ranks, because the other ranks would wait for an event that they do not
+    record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

@@ -78,7 +78,7 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses each launch that fulfils `fits` into its consumers, as `union` does, the last launch first. True if any was fused."""
+        """Fuses launches that fulfil `fits` into their consumers, from the last launch to the first. True if any was fused."""
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
@@ -292,7 +292,7 @@ class Links:
 
 def _is_free(kernel: ir.Kernel) -> bool:
     """True if recomputing the result reads no more bytes than loading the stored result. This holds for casts to a dtype that is not
-    narrower. It also holds for a cheap formula if the inputs that are as large as the result have fewer bytes."""
+    narrower. It also holds for a cheap formula, if the inputs of the result's shape have fewer bytes in total than the result."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP

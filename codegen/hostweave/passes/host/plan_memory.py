@@ -175,8 +175,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at the end. Work of the block follows
-        other records, which are therefore ignored."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at the end. Other records are ignored,
+        because work of the block follows them."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")

@@ -102,7 +102,7 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the instruction next to the branch that is or contains the instruction at `place`."""
+        """Number of the instruction at `place`, or of the enclosing instruction in the body that contains the branch."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:

@@ -149,7 +149,7 @@ class _Sharing:
     # --- conditions ---
 
     def _overwrites(self, place: Place, read: str, written: str) -> bool:
-        """True if an instruction that reads buffer `read` and writes buffer `written` may do so if both are in the same memory."""
+        """True if an instruction may read buffer `read` and write buffer `written` in the same memory."""
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
         own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]

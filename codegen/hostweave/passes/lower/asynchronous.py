@@ -80,7 +80,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait for a value. Waits for all communication if the value has no event, because no op reads it."""
+        """Makes the caller's stream wait for a value, or for all communication if the value has no event."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:

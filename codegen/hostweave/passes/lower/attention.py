@@ -157,7 +157,8 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Index of the last column to which a row attends, minus the index of the row. None without a causal mask.
 
-        With "bottom_right", the number of columns minus the number of rows is added. The instruction itself adds a number of valid columns.
+        With "bottom_right", the number of columns is added, and the number of rows is subtracted. With lengths, the instruction itself adds
+        the number of valid columns.
         """
         if not op[CAUSAL]:
             return None

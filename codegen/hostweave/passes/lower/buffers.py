@@ -27,7 +27,7 @@ class Buffers:
         self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps each input to its parameter, and each output that an op writes.
+        """Maps inputs, and outputs that ops write, to their parameters.
 
         Returned views and inputs are copied at the end. So is a result in donated memory, which other ops may still read.
         `reuse_in_place` later removes such copies if possible.

@@ -34,7 +34,7 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result the value is computed
     by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
-    inverse_view: dict[str, Op]  # value without memory -> its view, which has memory that the value's op writes
+    inverse_view: dict[str, Op]  # value -> its view; the view gets memory, and the value's op writes there
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout is free
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; each shard is contiguous
 
@@ -148,8 +148,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value whose op is not pointwise and an operand of a concat or pad, as `_chain` returns. Empty if the operand must be
-    copied."""
+    """Views between a value whose op is not pointwise and an operand of a concat or pad, in the form that `_chain` returns. Empty if the
+    operand must be copied."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
