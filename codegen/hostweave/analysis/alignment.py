@@ -1,4 +1,4 @@
-"""Finds matmuls with rows that do not begin and end at multiples of 16 bytes. cuBLASLt computes such matmuls much more slowly."""
+"""Finds matmuls with rows that do not begin and end at multiples of 16 bytes, which cuBLASLt computes much more slowly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of eac
 
 @dataclass(frozen=True)
 class Unaligned:
-    """A matmul with unaligned sizes or rows. All of its sizes are known."""
+    """A matmul of known sizes with unaligned rows."""
 
     matmul: ir.Matmul
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
-    dims: tuple[str, ...]  # unaligned dims among k, m and n: their sizes are not multiples of `step`
-    pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
-    gain: float  # seconds saved by an aligned matmul, minus those of separate matmuls for the rest of each unaligned dim
+    dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and no multiple of 16 bytes there
+    pitched: tuple[str, ...]  # fields of the matrices whose rows do not all begin at multiples of 16 bytes
+    gain: float  # seconds that an aligned matmul saves, minus seconds of separate matmuls for the rest of each unaligned dim
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
@@ -30,12 +30,13 @@ def rows_of(type: BufferType) -> tuple[int, int]:
 
 
 def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> bool:
-    """True if an instruction is a matmul that can use buffers of the given types. `types` maps names of buffers to types."""
+    """True if an instruction is a matmul without scales that supports buffers of these types."""
     return isinstance(i, ir.Matmul) and not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
 
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul that is slow because its sizes or rows are not aligned. None for other instructions, or if sizes are unknown."""
+    """Describes a matmul that is slow because of unaligned rows. None for other instructions, and for matmuls of unknown or too small
+    sizes."""
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}
@@ -57,7 +58,7 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the matmul for the rest of each dim reads or updates
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements that the matmul for the rest of it reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(i, step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

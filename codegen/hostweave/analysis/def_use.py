@@ -1,7 +1,6 @@
-"""Def-use of a host program: the instructions that read and write each buffer, and their streams.
+"""Def-use of a host program: the instructions that access each buffer, and their streams.
 
-In programs that passes transform, all names are unique. In other programs, two bodies may use one name for different buffers; a lookup of
-the name then finds the last buffer.
+If two bodies use one name for different buffers, as a user's program may, the last buffer is found.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ Kind = TypeVar("Kind", bound=tree.Instruction)
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction and its position: its number in `tree.walk`, its body, and the enclosing instructions, outermost first.
+    """An instruction and its position: its number in `tree.walk`, the enclosing body with its index there, and the enclosing instructions,
+    outermost first.
 
-    `statement` is the number of the enclosing group, because the host enqueues the members of a group together. Outside of groups,
-    `statement` is the instruction's own number.
+    The body of a group does not count as a body, because the host enqueues the members together. `statement` is the number of the enclosing
+    group, or of the instruction itself.
     """
 
     instruction: tree.Instruction
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def on_stream(self) -> tree.Slot | None:
-        """If the instruction is a stream block, its stream. None otherwise."""
+        """The stream of a stream block. None for other instructions."""
         return tree.slot(self.instruction, "stream")
 
     @property
@@ -59,7 +59,7 @@ class Place:
 
 
 class DefUse:
-    """Def-use information of a program. The function `def_use` caches it."""
+    """Def-use of a program, which the function `def_use` caches."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -67,11 +67,11 @@ class DefUse:
         self.roots = tree.AliasRoots()
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
-        self.indices: dict[str, Place] = {}  # maps an index variable to the `let` or loop that defines it
-        self.touches: dict[str, list[Place]] = {}  # for each parameter or allocation: instructions that access it, also through a view
-        self.viewed: dict[str, list[Place]] = {}  # for each parameter or allocation: its views
-        self.places: list[Place] = []  # all places, in the order of `tree.walk`
-        self.lives: dict[Place, list[Place]] = {}  # for each allocate: the instructions that access its memory, in program order
+        self.indices: dict[str, Place] = {}  # index -> the `let` or loop that defines it
+        self.touches: dict[str, list[Place]] = {}  # parameter or allocation -> instructions that access it, also by a view
+        self.viewed: dict[str, list[Place]] = {}  # parameter or allocation -> its views
+        self.places: list[Place] = []  # in the order of `tree.walk`
+        self.lives: dict[Place, list[Place]] = {}  # allocate -> instructions that access its memory, in program order
         for parameter in program.outputs:
             if parameter.memory:
                 self.roots.put(parameter.name, parameter.memory)
@@ -105,15 +105,14 @@ class DefUse:
         return place
 
     def root(self, name: str) -> str:
-        """Alias root of a buffer or view: the parameter or allocation whose memory it names."""
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
-        """Alias roots of all buffers that an instruction uses in one of these roles."""
+        """Alias roots of all buffers that an instruction uses in these roles, as a set in order."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
-        """True if a buffer covers all of its parameter or allocation, with the elements in order."""
+        """True if a name covers all elements of its alias root, in order."""
         while (source := self.roots.source(name)) and name in self.views:  # an output covers all of its donated input
             if self.views[name].instruction.shows != "in order":
                 return False
@@ -124,13 +123,12 @@ class DefUse:
         return [(place, i) for place in self.places if isinstance(i := place.instruction, kind)]
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
-        """If the view shows one of several equal chunks: the dim, the chunk's index and the number of chunks. None otherwise."""
+        """Result of `Instruction.chunk_of` for a view."""
         source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body without the instructions whose numbers are in `gone`. `before` maps the number of an instruction to the
-        instructions to insert before it."""
+        """The program's body without the instructions whose numbers are in `gone`, and with `before[n]` inserted before instruction n."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
@@ -140,11 +138,11 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "read")}
 
     def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
-        """Alias roots that the instructions, and those in their bodies, write or free."""
+        """Alias roots that the instructions write or free."""
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
-        """True if the order of two sets of instructions matters, because one set writes memory that the other set reads or writes."""
+        """True if one set of instructions writes memory that the other set reads or writes."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))
@@ -152,5 +150,5 @@ class DefUse:
 
 @ir.analysis
 def def_use(program: ir.HostProgram) -> DefUse:
-    """Def-use information of a program, computed once and cached."""
+    """Def-use of a program."""
     return DefUse(program)

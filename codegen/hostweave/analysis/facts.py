@@ -1,6 +1,6 @@
 """Invariants of the host IR. `FACTS` in pipeline.py gives the passes after which each invariant holds and is checked.
 
-Each function raises ProgramError if its invariant does not hold.
+Each function raises ProgramError if the invariant does not hold.
 """
 
 from hostweave.analysis.def_use import def_use
@@ -13,7 +13,7 @@ from hostweave.types.size import Size
 
 
 def kernels_are_single(program: ir.HostProgram) -> None:
-    """Each kernel has one index space. Passes may rely on `iteration` for every kernel."""
+    """`iteration` succeeds for every kernel."""
     for kernel in program.kernels:
         try:
             iteration(kernel)
@@ -22,14 +22,14 @@ def kernels_are_single(program: ir.HostProgram) -> None:
 
 
 def nothing_is_freed(program: ir.HostProgram) -> None:
-    """No memory is freed before `plan_memory`. Earlier passes need not check for reused bytes when they move and fuse instructions."""
+    """No memory is freed before `plan_memory`, so earlier passes need not check for reused bytes."""
     for i in program.instructions():
         if names := tree.names(i, "free"):
             raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)
 
 
 def updates_are_in_place(program: ir.HostProgram) -> None:
-    """If a launch or call updates an operand, the operand and the result are in the same memory."""
+    """An operand that a launch or call updates is in the memory of the result."""
     kernels = {kernel.name: kernel for kernel in program.kernels}
     for part in bodies(program):
         uses = def_use(part)
@@ -42,7 +42,7 @@ def updates_are_in_place(program: ir.HostProgram) -> None:
 
 
 def conditions_are_open(program: ir.HostProgram) -> None:
-    """No condition is constant, and no loop runs once."""
+    """No condition is constant, and no loop has one iteration."""
     for i in program.instructions():
         if isinstance(i.condition_of_body, Const) or isinstance(i.chosen_by, Const):
             raise ProgramError("the condition is constant; write the body that it selects", i.location)

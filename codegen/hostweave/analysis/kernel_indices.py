@@ -15,17 +15,17 @@ DimOfValue = tuple[str, int]  # a value's name and the index of one of its dims
 
 
 class NotOneKernel(Exception):
-    """The ops cannot be computed by one kernel. The message gives the reason."""
+    """One kernel cannot compute the ops, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The indices that one operand fills, along one dim of the result of a concat or pad."""
+    """The range that an operand fills, along one dim of the result of a concat or pad."""
 
     dim: int
     index: str | None  # index of the result's dim
-    part: str  # name of the operand's dim
-    whole: str  # name of the result's dim, if the result is itself an operand of a concat or pad; empty otherwise
+    part: str  # name of the part, which is the operand's dim
+    whole: str  # name of the result's dim if it is a part too, otherwise ""
     start: Size
     end: Size
 
@@ -34,19 +34,19 @@ class Span:
 class Iteration:
     """Index space of a kernel: the loops that it needs.
 
-    `indices` gives the index of each dim of every value, or None for a dim without a loop. A reduction reads values with `kept` and
-    `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all `kept` indices.
+    `indices` has the index of each dim of every value, or None for a dim without a loop. A reduction reads values with all indices, and its
+    result has only `kept` indices. A result of the kernel has all indices, or the `kept` indices.
 
-    A joined or padded dim of a concat's or pad's operand is called a part, and has a name. A part has the index of the result's dim.
+    A part is a joined or padded dim of an operand of a concat or pad. A part has a name, and the index of the result's dim.
     """
 
-    sizes: dict[str, Size]  # size of each index, in the order in which the inputs first use it
+    sizes: dict[str, Size]  # size of each index, in the order of values and their dims
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # value that is read at data-dependent indices -> the indexed dim, over which no loop iterates
-    parts: dict[str, dict[str, str]]  # value -> index -> name of the part, for dims that are parts
-    joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the ranges of every operand
+    lanes: dict[str, int]  # value -> its dim over which no loop iterates, because it is indexed by data or needed as a whole
+    parts: dict[str, dict[str, str]]  # value -> index -> name of the part
+    joined: dict[str, tuple[tuple[Span, ...], ...]]  # result of a concat or pad -> ranges of every operand
 
     def is_whole(self, value: str) -> bool:
         """True if the value varies along a reduced index."""
@@ -54,10 +54,7 @@ class Iteration:
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """Index space of a kernel, cached on the kernel, which is immutable.
-
-    Raises NotOneKernel if the ops need more than one kernel.
-    """
+    """Index space of a kernel, cached on the kernel. Raises NotOneKernel."""
     if "_iteration" not in kernel.__dict__:
         try:
             kernel.__dict__["_iteration"] = _iteration(kernel)
@@ -70,7 +67,7 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 class _Dims:
-    """Union-find over dims that share an index, and a map from each part to the dim of the result that contains it."""
+    """Union-find over dims that share an index, and a map from each part to the dim that contains it."""
 
     def __init__(self) -> None:
         self.same: dict[DimOfValue, DimOfValue] = {}
@@ -86,21 +83,21 @@ class _Dims:
         self.same.update((other, one) for other in map(self.first, dims[1:]) if other != one)
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
-        """Records that `part` is a part of `whole`. The caller must have joined all dims that share an index. Raises NotOneKernel if `part`
-        would be a part of two dims, or of itself."""
+        """Records that `part` is a part of `whole`, after all calls of `join`. Raises NotOneKernel if `part` would be a part of two dims,
+        or of itself."""
         part, whole = self.first(part), self.first(whole)
         if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """The outermost dim that contains `dim`. Returns `last` instead if `last` contains `dim`."""
+        """The outermost dim that contains `dim`, or `last` if it contains `dim`."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
         return dim
 
     def part(self, dim: DimOfValue) -> str:
-        """Name of a dim that is a part. Empty for other dims."""
+        """Name of a dim that is a part, otherwise ""."""
         return _label(self.first(dim)) if self.first(dim) in self.whole else ""
 
 
@@ -111,7 +108,7 @@ def _label(dim: DimOfValue) -> str:
 def _iteration(kernel: Kernel) -> Iteration:
     types = kernel.types
     shared = _Dims()
-    joined = [  # operands of concats and pads, each with the start of its part per dim
+    joined = [  # operands of concats and pads, each with its start along parts
         (op, *pair)
         for op in kernel.ops
         if (begin := OPS[op.kind].parts)
@@ -135,7 +132,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns, for each value, the dim over which no loop iterates, and all dims with loops."""
+    """Joins the dims that share an index. Returns the dims over which no loop iterates, by value, and all other dims that ops have."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -151,8 +148,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op that needs all elements along a dim at once shares a kernel with other ops. A scatter may share it with
-    the iota that is its last operand. Also raises if the kernel computes or loops over a value that is read at data-dependent positions."""
+    """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter. Also raises if the kernel
+    computes or loops over a value that is read at data-dependent positions."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
@@ -160,7 +157,7 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
         if len(kernel.ops) > 1 and not is_alone:
             raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
-    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs loops over all its dims
+    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a result needs loops over all its dims
     apart = numbers | {*whole, *(p.name for p in kernel.inputs)}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
@@ -214,10 +211,7 @@ def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfVal
 
 
 def _update_of(kernel: Kernel) -> Op | None:
-    """The op of a kernel that writes a part of its operand in place, or None.
-
-    Raises NotOneKernel if another op reads that operand, if an op reduces, or if the kernel has further results.
-    """
+    """The op of a kernel that writes a part of its operand in place, or None. Raises NotOneKernel if other ops or results prevent that."""
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:
         return None
@@ -231,7 +225,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Index pairs (operand, result) of an instruction. The result is the operand after an update in place."""
+    """Pairs (operand, result) of indices, for each result that is an updated operand."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -243,7 +237,7 @@ def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Itera
 
 
 def _checked(space: Iteration, kernel: Kernel) -> Iteration:
-    """Verifies an index space, and fills in its kept and reduced indices."""
+    """Verifies an index space, and fills in the kept and reduced indices."""
     sizes, indices = space.sizes, space.indices
     reduced: set[str] = set()
     whole = {result.name for result in kernel.results} | {op.tensors[0] for op in kernel.ops if OPS[op.kind].combine}
@@ -270,17 +264,14 @@ def _checked(space: Iteration, kernel: Kernel) -> Iteration:
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
-    """Indices that an op reduces. Empty if all its reduced dims have one element."""
+    """Indices that an op reduces."""
     if not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
 
 
 def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
-    """True if `written` may share the memory of `read`, because no element is written before its last read.
-
-    Returns False for user kernels, whose access pattern is unknown.
-    """
+    """True if `written` may share the memory of `read`, because no element is written before its last read. False for user kernels."""
     sources, result = tree.names(i, "read"), tree.names(i, "write").index(written)
     for name in tree.names(i, "launch"):
         read_at = [number for number, source in enumerate(sources) if source == read]
@@ -290,10 +281,11 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if element i of a result depends only on element i of an input, so that the result may share memory with the input.
+    """True if a result may share memory with an input, because element i of the result is written after the last read of element i of the
+    input.
 
-    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. The
-    result may then share memory only if no other thread reads the input.
+    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element, so no
+    other thread may read the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand
@@ -302,7 +294,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False
-    if products:  # a matmul reads the other inputs only in its epilogue, after it has summed its terms
+    if products:  # a matmul kernel reads the other inputs only after it has summed its terms
         made = (Parameter(op.result.name, op.result.type) for op in products)
         inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
         kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)
@@ -321,7 +313,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
-    """True if all threads of a reduction read this input, because a value that depends on it varies along the reduced dims."""
+    """True if a value that depends on this input varies along the reduced dims, so that all threads of a reduction read the input."""
     made = {read}
     for op in kernel.ops:
         if not made.isdisjoint(op.tensors):

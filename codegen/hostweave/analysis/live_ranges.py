@@ -1,8 +1,8 @@
-"""Live ranges of a host program's temporaries. `prepare` uses the live ranges to lay out the arena, and reports print them.
+"""Live ranges of a host program's temporaries, from which the arena is laid out.
 
-An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of its
-body. Temporaries of a function live within each call. A buffer that is allocated later in program order may reuse the bytes. If the freed
-buffer belongs to a stream, only buffers of the same stream may reuse its bytes until the streams are joined.
+An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of the
+enclosing body. A buffer that is allocated later in program order may reuse the bytes. If the freed buffer belongs to a stream, only buffers
+of the same stream may reuse the bytes until the streams are joined.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """An `allocate`: the live range of its buffers begins.
-
-    In a stream block, each of the first `slots` streams of the pool has one buffer. Elsewhere there is one buffer.
-    """
+    """An `allocate`: the live range of its buffers begins. In a stream block, each of the first `slots` streams of the pool has one
+    buffer."""
 
     place: Place
     slots: int = 1
@@ -67,16 +65,14 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of all live ranges, in program order.
-
-    Omits an end if no later buffer can reuse the bytes. A function keeps all ends, because another call may follow.
-    """
+    """Begins and ends of live ranges, calls and joins, in program order. Ends after which no buffer can reuse the bytes are omitted, except
+    in functions, because another call may follow."""
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 
 @ir.analysis
 def allocating_functions(program: ir.HostProgram) -> set[str]:
-    """Functions that allocate, directly or through a call."""
+    """Functions that allocate memory, directly or in a call."""
     found: set[str] = set()
     for function in program.functions:
         if any(tree.names(i, "allocate") or not found.isdisjoint(tree.names(i, "call")) for i in tree.walk(function.body)):
@@ -87,7 +83,7 @@ def allocating_functions(program: ir.HostProgram) -> set[str]:
 class _Walk:
     def __init__(self, program: ir.HostProgram):
         self.program = program
-        self.counts: dict[str, int] = {}  # trip counts of loops, by index, if known
+        self.counts: dict[str, int] = {}  # loop index -> trip count, if known
         self.allocates = iter(def_use(program).lives)  # allocates in program order
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> MemoryEvents:
@@ -96,10 +92,8 @@ class _Walk:
         return (*steps, *map(End, own.values())) if is_nested else steps
 
     def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
-        """Events of the instructions of a body. `own` collects buffers that begin in the body and have not ended.
-
-        Buffers of an `on` body are added to `own` of the enclosing body.
-        """
+        """Events of the instructions of a body. `own` collects buffers that begin in the body, or in an `on` body in it, and have not
+        ended."""
         steps: list[MemoryEvent] = []
         for i in body:
             for name in tree.names(i, "allocate"):
@@ -120,7 +114,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Largest possible index of the block's stream in its pool, plus 1."""
+        """Number of streams of the pool on which a stream block may run, counted from stream 0."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:
@@ -132,7 +126,8 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends whose bytes no later begin can reuse, ends directly before a join of their pool, and joins of pools without buffers."""
+    """Removes ends after which no buffer can reuse the bytes, ends of stream buffers before a join with no begin in between, and joins of
+    pools without buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []
@@ -160,7 +155,7 @@ def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozense
 
 
 def flat(steps: MemoryEvents) -> Iterator[MemoryEvent]:
-    """All events in order, with those inside `OnRanks` inlined."""
+    """All events in order, without `OnRanks` around them."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 

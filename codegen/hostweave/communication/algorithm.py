@@ -3,8 +3,8 @@
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses the algorithm p2p for its all_gather. An algorithm says which reshards it supports, and predicts the time of a loop. Its `Lowering`
-emits the instructions before the loop, in an iteration, and after the loop.
+uses the algorithm p2p for the all_gather. An algorithm says which reshards it supports, and predicts the time of a loop. The `Lowering` of
+an algorithm emits instructions before the loop, in an iteration, and after the loop.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with this shard, to send the others early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with this shard, to send other shards early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm for the communication of a chunk loop, for one kind of reshard."""
+    """An algorithm of chunk loops for one kind of reshard."""
 
-    name: str  # the user's `algorithm=`
+    name: str  # the `algorithm` of `.stream`
     kind: str
-    # pairs: the required instructions of the channel's transport, and the lowering that uses them
+    # pairs of instructions that the transport must support, and the lowering that emits them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
-    rotation: str | None = None  # when a rank computes its own block; None: all ranks compute the blocks in one order
-    max_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options
+    rotation: str | None = None  # see `ChunkLoop`
+    max_streams: int | None = None  # largest number of streams on which iterations run; None: `Options.streams`
     chunks_to_try: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """Sets of instructions. A channel's transport must support all instructions of at least one set."""
+        """Sets of instructions, of which the transport must support at least one."""
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if the algorithm supports a reshard on a transport. `is_counted` is True if the number of iterations is known."""
+        """True if the algorithm supports a reshard on a transport. `is_counted`: the number of iterations is known."""
         needs_count = self.lowering(transport).needs_count
         is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
         return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
@@ -58,7 +58,7 @@ class Algorithm:
         return tuple(count * ranks for count in self.chunks_to_try)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        """Predicted seconds of the loop. This default assumes that kernels send the chunks one after another, each to one rank."""
+        """Predicted seconds of the loop. By default for kernels that send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
@@ -66,21 +66,22 @@ class Algorithm:
         return overlap.in_chunks(machine, chunks, own, transfer, slower, MATMUL_SLOWDOWN_BY_KERNELS, added)
 
     def lowering(self, transport: Transport) -> type[Lowering]:
-        """Returns the class that lowers the algorithm on a transport."""
+        """The class that lowers the algorithm on a transport."""
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 
 
 class Lowering:
-    """Emits the communication of one loop. In a loop by shard, the attribute `steps` has no owner, and the arguments `steps` have one."""
+    """Emits the communication of one loop. `self.steps` describes the loop, without an owner. Arguments `steps` describe an iteration, in a
+    loop by shard with an owner."""
 
-    needs_count: ClassVar[bool] = False  # if True, the number of iterations must be known, and sums are the only reductions
-    # emits the matmul that computes `adds`; its argument is True if the matmul accumulates into the buffer
+    needs_count: ClassVar[bool] = False  # the number of iterations must be known, and the reduction must be a sum, if there is one
+    # emits the matmul of `adds`; with the argument True, the matmul adds to the contents of the buffer
     multiply: Callable[[bool], None] | None = None
 
     def __init__(
         self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
     ):
-        """`ops` is one reshard, or several gathers that share their transfers. `in_loop` has the names of values that the loop computes."""
+        """`ops` is one reshard, or several gathers that are sent together. `in_loop` has the names of values that the loop computes."""
         self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
         self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
@@ -89,16 +90,16 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """Name of the matmul result that is accumulated onto arriving sums, if the algorithm itself emits this matmul. Otherwise None."""
+        """Name of the matmul result that is added to arriving sums, if the algorithm itself emits this matmul. Otherwise None."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. Depends on this rank's index, so that all ranks address different peers."""
+        """Owner of an iteration's block in a loop by shard. Different ranks get different owners, so that each addresses another peer."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 
     def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
-        """Source and destination buffer of each op in an iteration."""
+        """Source and destination of each op in an iteration."""
         return [(self.values.operand(op, 0, steps), self.values.destination(op, steps)) for op in self.ops]
 
     def copy(self, moves: Sequence[tuple[str, str]]) -> None:

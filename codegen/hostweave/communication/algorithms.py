@@ -1,4 +1,4 @@
-"""All algorithms of chunk loops, and functions that select algorithms by the options."""
+"""The table of all algorithms of chunk loops, and functions that search it."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,14 +18,14 @@ NAMES = tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
 
 
 def algorithms_of(kind: str, options: Options) -> Iterator[tuple[Algorithm, Transport]]:
-    """Algorithms for one kind of reshard, each with the first transport of the options that supports it."""
+    """Algorithms for one kind of reshard, each with the preferred transport that supports it."""
     for algorithm in ALGORITHMS:
         if algorithm.kind == kind and (transport := options.transport_carrying(*algorithm.needs)):
             yield algorithm, transport
 
 
 def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Algorithm]:
-    """Algorithms that the compiler may choose on the machine of the options. `is_even` is True if all sizes are known to divide evenly."""
+    """Algorithms that the compiler may choose. `is_even`: all shards are known to be equal."""
     for algorithm, transport in algorithms_of(kind, options):
         if not transport.why_not(options.figures) and transport.takes_shards(is_even, are_on_all_ranks=True):
             yield algorithm
@@ -36,12 +36,12 @@ def find_algorithm(kind: str, name: str) -> Algorithm:
 
 
 def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool:
-    """True if a chosen alternative needs a transport that some ranks may be unable to use."""
+    """True if a chosen alternative needs an optional transport."""
     return any(choice.chosen.chunks and transport_of(choice.chosen, options).is_optional for choice in choices)
 
 
 def transport_of(alternative: Alternative, options: Options) -> Transport:
-    """Transport of an alternative: of its algorithm, or of the puts or gets of a communication outside of loops."""
+    """Transport of an alternative."""
     needs = next((algorithm.needs for algorithm in ALGORITHMS if algorithm.name == alternative.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport

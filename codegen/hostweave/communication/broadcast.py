@@ -1,4 +1,5 @@
-"""Algorithms broadcast and reduce: in each iteration, the owner of one block broadcasts the block, or receives its reduction."""
+"""Algorithms broadcast and reduce: in each iteration, the owner of one block broadcasts the block, or receives the reduction of the
+block."""
 
 from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
@@ -10,7 +11,7 @@ from hostweave.transports.transport import COLLECTIVES
 
 class _Broadcast(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the iteration's block, the same on all ranks: the loop visits the blocks in the order of their owners."""
+        """Owner of the iteration's block, the same on all ranks."""
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: LoopSteps) -> None:
@@ -22,8 +23,6 @@ class _Broadcast(Lowering):
 
 
 class _Reduce(_Broadcast):
-    """The owner of the iteration's block receives the reduction. The instruction writes no memory of other ranks."""
-
     def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         is_packed = not b.is_contiguous(target)

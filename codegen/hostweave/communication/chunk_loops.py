@@ -1,8 +1,8 @@
-"""Splits a chunk loop into parts with equal chunks, and counts the shards of the chunked dim.
+"""Splits a chunk loop into parts whose chunks are equal.
 
     loop 3 chunks across_shards { ... }
 
-For shards of 8 rows, this loop has 2 iterations of 3 rows, and 1 iteration of 2 rows.
+If each shard has 8 rows, this loop has 2 iterations of 3 rows, and 1 iteration of 2 rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class LoopPart:
-    """Consecutive iterations of a chunk loop with equal chunks. Each of the `count` iterations covers `rows` rows of a shard. The first
-    iteration begins at row `start`. If `rows` is None, the iterations split all rows evenly."""
+    """`count` iterations of a chunk loop. A chunk has `rows` rows of a shard, and the first chunk begins at row `start`. If `rows` is None,
+    the iterations split all rows of a shard evenly."""
 
     count: Size
     rows: Size | None = None
@@ -27,10 +27,8 @@ class LoopPart:
 
 
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one part with chunks of equal size and, if these do not cover all rows, a second part with the remaining rows.
-
-    In a loop by shard, both parts contain iterations for the shards of all ranks.
-    """
+    """Parts of a loop: one part and, if its equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard,
+    each part has iterations for the shards of all ranks."""
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
     if loop.drops_dim or not size.is_int or int(size) % int(steps) == 0:
@@ -43,7 +41,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Number of shards of the chunked dim before or after the communication among these ops, whichever is larger."""
+    """Number of shards of the chunked dim before or after a communication of these ops, whichever is larger."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

@@ -28,7 +28,7 @@ from hostweave.types.tensor import BufferType, Dim
 
 @dataclass(frozen=True, eq=False)
 class CollectiveLowering:
-    """Lowering of one reshard that stays on its mesh."""
+    """Lowering of one reshard on one mesh."""
 
     b: Builder
     flow: Dataflow
@@ -58,7 +58,7 @@ class CollectiveLowering:
                 blocks = source_blocks(b, src, shards, steps, b.types[dst])
                 with packed_destination(b, dst, steps) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
-            case "all_to_all":  # sends the blocks of src along dim `to`, and receives the blocks of dst along dim `dim`
+            case "all_to_all":  # the blocks of src are along dim `to`, and those of dst along dim `dim`
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
                 blocks = source_blocks(b, src, cut, steps)
                 with destination_blocks(b, dst, shards, steps) as landing:
@@ -70,7 +70,7 @@ class CollectiveLowering:
                 gather(b, src, dst, shards, steps)
 
     def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
-        """Gathers `src` of all ranks into one buffer, in rank order."""
+        """Buffer with the `src` of all ranks, in rank order."""
         type = self.b.types[src]
         terms = per_step(self.b, f"{self.op.tensors[0]}_terms", BufferType(type.dtype, (Size(shards.size), *type.shape)), steps)
         gather(self.b, src, terms, replace(shards, dim=0), steps)
@@ -80,7 +80,7 @@ class CollectiveLowering:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
     def _is_uneven(self) -> bool:
-        """True if the sizes of shards may differ between ranks, along a dim whose sharding the op changes."""
+        """True if shards may differ in size, along a dim whose sharding the op changes."""
         dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
         mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
         return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
@@ -89,14 +89,14 @@ class CollectiveLowering:
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest block. Windows need equal sizes on
-        all ranks. Copies `src` to its padded buffer and, on exit, the other padded buffer to `dst`."""
+        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest block. Copies `src` to the first
+        buffer and, on exit, the second buffer to `dst`."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)
 
         def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
-            """A padded buffer, and a view of its part without the padding."""
+            """A padded buffer, and a view of it without the padding."""
             sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
             made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
             return made, b.first(made, b.types[name].shape, f"{name}_part")
@@ -110,7 +110,7 @@ class CollectiveLowering:
 
 
 def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:
-    """Gathers `src` of all ranks to `dst`. If `wants_own` is False, `dst` need not contain this rank's block."""
+    """Gathers the `src` of all ranks to `dst`. If `wants_own` is False, `dst` need not contain this rank's block."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
 
@@ -124,7 +124,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of the other ranks into one buffer, in rank order. `take_shard` later copies the rank's own shard there."""
+    """Gathers the shards of the other ranks into one buffer, in rank order. `take_shard` copies the rank's own shard to this buffer."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -133,8 +133,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps) -> str:
-    """Returns a view of an iteration's shard in the buffer of `gather_apart`. If the shard is this rank's own, first emits a copy of the
-    shard to the view."""
+    """View of an iteration's shard in the buffer of `gather_apart`. Emits a copy of the rank's own shard to this view."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

@@ -1,7 +1,7 @@
 """Predicted time of communication: alone, overlapped with other ops, and in a chunk loop.
 
-A chunk loop is simulated as two queues, one of matmuls and one of communications. The next item of a queue starts as soon as its operands
-are ready.
+A chunk loop is simulated as two queues, of matmuls and of communications. An item of a queue starts as soon as the item before has ended
+and its operands are ready.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hostweave.types.machine import Machine
 
 MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
 MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
-COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
-# seconds to switch from computation to a collective kernel on one stream: the blocks of the kernel start, and wait for the last rank
+COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown
+# seconds between computation and a collective kernel on one stream, until the kernel has started on all ranks
 SWITCH_SECONDS = 3.5e-6
 LOOP_SECONDS = 12e-6  # seconds for the forks, signals and joins of a loop
 CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
@@ -24,9 +24,8 @@ CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
     """Seconds of a collective that runs alone. `size` is the number of a rank's bytes before or after the collective, whichever is larger.
-    An all-reduce takes about twice the time of a reduce-scatter.
 
-    If there are several hosts, each has equally many of the ranks. The network and the links inside each host work concurrently.
+    Each of `hosts` hosts has equally many ranks. The network and the links inside each host work concurrently.
     """
     if hosts == 1:
         link = machine.link("collective", ranks)
@@ -35,14 +34,14 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
     assert machine.network
     inside = max(ranks // hosts, 1)  # number of ranks on one host
     of_host = machine.link("collective", inside).seconds(size * (ranks - 1) / ranks) if inside > 1 else 0.0
-    # bytes from other hosts; a block that all ranks of a host need crosses the network once
+    # bytes per GPU from other hosts; a block that all ranks of a host need crosses the network once
     bytes_crossing = size * (ranks - inside) / ranks / (1 if kind == "all_to_all" else inside)
     one_pass = max(of_host, machine.network.seconds(bytes_crossing, messages=ceil(log2(hosts))))
     return 2 * one_pass if kind == "all_reduce" else one_pass
 
 
 def communication_slowdown(ranks: int) -> float:
-    """Slowdown of communication kernels while matmuls run."""
+    """Slowdown of communication kernels while matmuls run, for this number of ranks or the next larger one with a figure."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
 
 
@@ -50,16 +49,16 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, seconds by which the collective delays the ops that run at the same time,
-    because its kernels occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. If `overlaps`, seconds by which the collective delays concurrent ops, because its kernels
+    occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, the copies count only as the time by which
-    they delay concurrent ops, which share the memory bandwidth."""
-    # `added` is the time of the kernel that sums the copied terms of a reduction
+    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, the copies count only as the delay of
+    concurrent ops."""
+    # time of the kernel that sums the copied terms
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (MATMUL_SLOWDOWN_BY_COPIES - 1) if overlaps else copied) + LOOP_SECONDS + added
@@ -80,8 +79,7 @@ class Computed(Protocol):
 class Overlap:
     """A reshard, and the matmuls or attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
 
-    `size` is the number of bytes of the gathered or partial tensor on one rank. `rows` is True if the chunks are rows of the results, not
-    columns.
+    `size` is the number of bytes of the gathered or partial tensor on one rank. `rows`: the chunks are rows of the results, not columns.
     """
 
     kind: str  # all_gather, reduce_scatter or all_reduce
@@ -89,14 +87,14 @@ class Overlap:
     size: float
     products: tuple[Computed, ...]
     rows: bool = True
-    computed: bool = False  # the program computed the gathered operand, so the operand can be in memory that peers read
-    overlapped: float = 0.0  # seconds of other ops that overlap with the communication if there is no loop
-    consumer_sums: bool = False  # the consumer's kernel also sums the terms from peers
-    extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
+    computed: bool = False  # the program computes the gathered operand, so peers can read it in place
+    overlapped: float = 0.0  # seconds of other ops that can overlap with the communication if there is no loop
+    consumer_sums: bool = False  # the consumer's kernel sums the terms
+    extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and with a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Seconds without a loop, including the delay of overlapped ops. The communication is a collective, or copies if `by` is "put" or
-        "get"."""
+        """Seconds without a loop, including the delay of overlapped ops. `by` is "put" or "get" for communication by copies, and "" for a
+        collective."""
         if by:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1
@@ -112,8 +110,8 @@ class Overlap:
     ) -> float:
         """Seconds in a loop of `chunks` chunks, of which `own` are not transferred.
 
-        The transfer of a chunk takes `transfer` seconds, and `slower` times as long while matmuls run. Matmuls that overlap with transfers
-        take `matmul_slowdown` times as long. `added` is the time of the kernel that sums the received blocks, in seconds.
+        The transfer of a chunk takes `transfer` seconds alone, and `slower` times as long in the loop. Matmuls that overlap with transfers
+        take `matmul_slowdown` times as long. `added` seconds sum the received blocks.
         """
         others = chunks - own
         own_chunk, other_chunk = (
@@ -130,7 +128,7 @@ class Overlap:
 
 
 def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds until the rank has computed its own chunks, and then each chunk that arrives. Chunks arrive one after another."""
+    """Seconds until the rank has computed its own chunks, and then all chunks, which arrive one after another."""
     computed, arrived = own_chunk, 0.0
     for transfer in transfers:
         arrived += transfer
@@ -139,7 +137,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has sent the chunks of other ranks one by one, and has computed all chunks, its own chunks last."""
+    """Seconds until the rank has computed and sent the chunks of other ranks one after another, and has computed its own chunks last."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -1,4 +1,4 @@
-"""Emits each collective of a process group as one instruction. Callers pass contiguous buffers."""
+"""Emits each collective of a process group as one instruction."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +12,8 @@ from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
 class LibraryCollectives:
-    """Emits the collectives of a process group. `along` is the dim that is split into the ranks' blocks, if blocks may differ in size."""
+    """Emits the collectives of a process group for contiguous buffers. `along` is the dim that is split into the ranks' blocks, if blocks
+    may differ in size."""
 
     takes_uneven = True
 
@@ -20,7 +21,7 @@ class LibraryCollectives:
         self.b, self.channel = b, b.channel(axes)
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """Emits an all_gather. Ignores `wants_own`, because the instruction always writes this rank's block of `dst`."""
+        """Emits an all_gather, which always writes this rank's block of `dst`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
@@ -36,10 +37,9 @@ class LibraryCollectives:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        """Emits a reduction to rank `root`. Ignores `on_root`, because all ranks issue the instruction."""
+        """Emits a reduction to rank `root`, which all ranks issue."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 
 def collectives_on(b: Builder, axes: tuple[str, ...]) -> LibraryCollectives | OneSidedCollectives:
-    """Returns the object that emits collectives along `axes`, on the preferred transport."""
     return LibraryCollectives(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else OneSidedCollectives(b, axes)

@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If a gather's result is in a window and its operand is not, each rank puts the operand into its own block of each peer's result:
+If the result of a gather is in a window and the operand is not, each rank puts the operand to its block of each peer's result:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
@@ -20,11 +20,11 @@ If a gather's result is in a window and its operand is not, each rank puts the o
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again: in a CUDA graph,
-the next signal may be sent only after the receiver has waited for the previous one.
+Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again, because a CUDA
+graph may send a signal only after the receiver has waited for the previous signal.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces them. In an all_reduce of a small or uneven tensor,
-each rank instead gets all terms of all blocks, and reduces them in rank order, so that all ranks round equally.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In an all_reduce of a small tensor, or
+of one without equal blocks, each rank gets all terms instead. All ranks then reduce in rank order, so that their results are equal.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; up to this size, each rank reads all terms in one round, because latency dominates; above it, ranks read terms, and then results
+# bytes; up to this size, an all_reduce has one round of reads instead of two, because latency dominates
 SMALL = 1 << 15
 
 
 class OneSidedCollectives(Signals):
     """Emits the collectives of a process group as one-sided transfers, with the interface of `LibraryCollectives`."""
 
-    takes_uneven = False  # uneven blocks of an all_to_all would have sizes that depend on both sender and receiver
+    takes_uneven = False  # the sizes of uneven blocks of an all_to_all would depend on sender and receiver
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -72,7 +72,7 @@ class OneSidedCollectives(Signals):
         self.get_from_all(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
-        """Emits gets of the other ranks' terms of this rank's block into one buffer, and the kernel that reduces these terms."""
+        """Emits gets of the terms of this rank's block, and the kernel that reduces these terms."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -90,8 +90,8 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduction of each rank's block, and gets of the other ranks' results. The terms of small or uneven tensors are instead
-        gathered, and reduced on every rank."""
+        """Emits a reduce_scatter and an all_gather, or for a tensor that is small or has no equal blocks, an all_gather and a reduction on
+        every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -133,7 +133,7 @@ class OneSidedCollectives(Signals):
             self.permute(src, dst, sources)
 
     def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Emits a permute without a common distance: each rank executes a different branch."""
+        """Emits a permute in which each rank executes a different branch."""
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -154,10 +154,8 @@ class OneSidedCollectives(Signals):
     def get_from_all(
         self, src: str, copy_own: Callable[[], None], buffers_of_peer: Callable[[Expr], tuple[str, str]], along: int | None = None
     ) -> None:
-        """Gets data from each peer. `buffers_of_peer` returns the source on the peer and the destination here.
-
-        If blocks may differ in size, `along` is the dim of the destination that is split into blocks. A get then writes one block.
-        """
+        """Emits gets from each peer. `buffers_of_peer` returns the source on the peer and the destination here. If `along` is given, a get
+        writes only the peer's block of the destination."""
         self.signal(src)
         copy_own()
         self.each_peer(lambda peer: self.wait_and_get(peer, *buffers_of_peer(peer), along))
@@ -165,7 +163,7 @@ class OneSidedCollectives(Signals):
         self.wait(src)
 
     def put_to_all(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        """Puts `src` to each peer, into this rank's block `own` of `dst`."""
+        """Emits puts of `src` to this rank's block `own` of `dst` on each peer."""
         self.signal(dst)
         copy_own()
         self.wait(dst)
@@ -173,7 +171,6 @@ class OneSidedCollectives(Signals):
         self.wait(dst)
 
     def wait_and_get(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
-        """Emits a wait for the peer's signal, then a get from the peer."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
@@ -186,16 +183,16 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def copy_locally(self, src: str, dst: str) -> None:
-        """Emits a copy on this rank. The shapes may differ in text, because equal local sizes can have the names of different mesh axes."""
+        """Emits a copy on this rank. The shapes may be equal but differ in text, because local sizes name mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation that is or will be in a window. False for a part of an allocation, because the offset of
-        the part may differ between ranks."""
+        """True if the buffer is whole memory that is or will be in a window. A part of memory does not count, because its offset may differ
+        between ranks."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """Returns `src` if it is in a window, otherwise a copy in a window."""
+        """`src` if it is in a window, otherwise a copy in a window."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
@@ -203,7 +200,7 @@ class OneSidedCollectives(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """View of a buffer with the rank as its outermost dim. `block` is the shape of a block, by default the other dims of the buffer."""
+        """View of a buffer whose outermost dim is the rank. `block` is the shape of a block, by default the other dims of the buffer."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 

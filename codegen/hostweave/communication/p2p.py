@@ -1,4 +1,4 @@
-"""Algorithm p2p: in each iteration, a rank sends a block to one peer and receives a block from another, by send and recv."""
+"""Algorithm p2p: in each iteration, a rank sends a block to one peer, and receives a block from a peer."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +16,8 @@ from hostweave.types.tensor import BufferType
 
 class _SendReceive(Lowering):
     def send_receive(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
-        """Sends the sources and receives into the destinations, as one group. Copies instead if this rank owns the iteration's block."""
+        """Emits sends of the sources and receives into the destinations, as one group, or copies if this rank owns the iteration's
+        block."""
         b = self.b
 
         def exchange() -> None:
@@ -31,7 +32,7 @@ class _SendReceive(Lowering):
 
 
 class _P2pGather(_SendReceive):
-    """All-gather: the owner of a block sends it to the rank that uses the block in this iteration."""
+    """All-gather: the owner of a block sends the block to the rank that uses it in this iteration."""
 
     def step(self, steps: LoopSteps) -> None:
         self.send_receive(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)

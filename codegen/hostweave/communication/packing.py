@@ -1,4 +1,4 @@
-"""Packs buffers for communication, which needs contiguous memory with one block per rank. Copies buffers that have another layout."""
+"""Packs buffers for communication, which needs contiguous memory with one block per rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MIN_STACKED_TERMS = 8  # least number of terms that the reduction kernel reads as one operand, stacked along the outermost dim
+MIN_STACKED_TERMS = 8  # from this number of terms on, a reduction kernel reads them as one stacked operand
 
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit` emits the kernel that reduces terms into a buffer. The last operand may hold several terms,
-    stacked along its outermost dim."""
+    """A reduction, such as `sum`. `emit(terms, dst)` emits the kernel that reduces terms. The last operand may have several terms, stacked
+    along its outermost dim."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]
@@ -27,7 +27,7 @@ class TermReduction:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that communicate, and the dim of a buffer that is split into one block per rank. `dim` is None for all_reduce."""
+    """The ranks that communicate, and the dim of a buffer that is split into one block per rank, or None."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Shards:
 
     @property
     def along(self) -> int | None:
-        """The field `along` of instructions: the dim if blocks may differ in size, otherwise None."""
+        """Field `along` of instructions: the dim if blocks may differ in size, otherwise None."""
         return self.dim if self.is_uneven else None
 
     def cuts(self, type: BufferType) -> Cuts:
@@ -70,8 +70,7 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | 
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
-    """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself if its blocks already follow one
-    another, or a packed copy."""
+    """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself or a packed copy."""
     if is_in_order(cuts):
         return src
     packed = temporary(b, src, steps)
@@ -80,19 +79,18 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already contiguous in rank order. `block` is the type
-    of a block. If `block` is None, the result is always a view."""
+    """View of `full` whose outermost dim is the rank. Returns `full` itself if its blocks have the type `block` and follow one another."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
         return full
-    if not block or len(shape) == len(block.shape):  # the blocks of all ranks are still merged into one dim
+    if not block or len(shape) == len(block.shape):  # the dim of ranks is still merged with a dim of blocks
         blocks = b.split(full, dim, Size(shards.size), f"{full}_blocks")
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
 def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    """Returns `src` if it is contiguous, otherwise a contiguous copy of `src`."""
+    """`src` if it is contiguous, otherwise a contiguous copy."""
     if b.is_contiguous(src):
         return src
     packed = temporary(b, src, steps)
@@ -129,7 +127,7 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits few terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
+    """Splits few stacked terms into separate operands, so that their sum can fuse with its consumer."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MIN_STACKED_TERMS else [terms]
 

@@ -1,11 +1,11 @@
 """Algorithm put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, these operations could
-deadlock: a CUDA graph may execute its branches one after another, in any order that its edges allow. In a graph, a rank may also send the
-next signal only after the receiver has waited for the previous one. A rank therefore waits for a peer's chunk before its next put.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams they could deadlock,
+because a CUDA graph may execute its branches one after another, in any order. A graph may send a signal to a rank only after this rank has
+waited for the previous signal. A rank therefore waits for a peer's chunk before its next put.
 
-Before a loop, each rank signals that its memory for arriving chunks is free. If ranks get, the owner of a shard instead signals that the
-shard is ready, and each reader signals after it has read the shard.
+Before a loop of puts, each rank signals that its memory for arriving chunks is free. Before a loop of gets, each rank signals that its
+shard is ready. Each reader signals after it has read the shard.
 """
 
 from contextlib import AbstractContextManager
@@ -49,19 +49,17 @@ class _Loop(Lowering, Signals):
 
 @dataclass(frozen=True)
 class GatheredMemory:
-    """Memory of a value that is gathered in a loop."""
-
     op: Op
     landing: str  # memory that receives the chunks of peers
-    is_in_place: bool  # True if chunks arrive in the memory of the value, False if they must be copied there
-    shard: str | None  # memory of this rank's shard, from which peers get its chunks; None if peers cannot access the shard
+    is_in_place: bool  # True if `landing` is the memory of the value; False if chunks must be copied to it
+    shard: str | None  # memory of this rank's shard from which peers can get chunks, or None
 
 
 class PutGather(_Loop):
-    """All-gather. A rank copies its own shard, or uses it in place after `propagate_copies`. The shards of peers arrive one after another.
+    """All-gather. A rank copies its own shard. The shards of peers arrive one after another.
 
-    If the shards of all gathered values are in windows, because the program computed them, peers get the chunks from these windows, and one
-    signal covers all values. Otherwise each rank puts the shards of all values to the peers, and each put has a separate signal.
+    If the shards of all gathered values are in windows, peers get the chunks from these windows, and one signal covers all values.
+    Otherwise each rank puts the shards of all values to the peers, and each put has a separate signal.
     """
 
     def begin(self) -> None:
@@ -76,7 +74,7 @@ class PutGather(_Loop):
                 self.wait(self.all[0].landing)
 
     def arriving(self, op: Op) -> GatheredMemory:
-        """Chooses or allocates the memory that receives the chunks of a value."""
+        """Memory that receives the chunks of a value."""
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
@@ -88,9 +86,9 @@ class PutGather(_Loop):
         return GatheredMemory(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
     def shard_in_window(self, op: Op) -> str | None:
-        """Memory of this rank's shard, if it is in a window and its chunks are contiguous. None otherwise."""
+        """Memory of this rank's shard, if the memory is in a window and chunks are contiguous. None otherwise."""
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
-        memory = b.memory_of(whole)  # a part of an allocation could have a different offset on a peer
+        memory = b.memory_of(whole)  # a part of memory could have a different offset on a peer
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
@@ -160,8 +158,8 @@ class PutGather(_Loop):
 
 
 class _PutScatter(_Loop):
-    """Reduce-scatter. A rank first computes its terms of the blocks of other ranks, and puts each term to the owner of the block. A kernel
-    adds the received terms to the rank's own term."""
+    """Reduce-scatter. A rank first computes its terms of other ranks' blocks, and puts each term to the owner of the block. A kernel adds
+    the received terms to the rank's own term."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
@@ -181,7 +179,7 @@ class _PutScatter(_Loop):
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: LoopSteps) -> None:
-        """Emits a record of an event after the computation of the term, unless the block is this rank's own."""
+        """Records an event after the computation of a term for another rank."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
     def after_step(self, steps: LoopSteps) -> None:
@@ -206,9 +204,9 @@ class _PutScatter(_Loop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the chunks are contiguous
+        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # all chunks together are contiguous
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no emitted expression contains this index
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no emitted expression has this index
         else:
             with self.b.loop(Size(self.subchunks)) as index:
                 self.add(replace(self.own, index=index))
@@ -232,7 +230,7 @@ class _Put(Algorithm):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses two streams, so that the end of one matmul overlaps with the start of the next. A scatter uses one stream, because two
-# concurrent matmuls delay each other, so that the transfer of the first result would begin later.
+# A gather uses two streams, so that the end of a matmul overlaps with the start of the next matmul. A scatter uses one stream, because
+# concurrent matmuls would delay the transfer of the first result.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

@@ -26,11 +26,11 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring in which a rank sends a chunk from the buffer in which the chunk arrived, by default with send and recv."""
+    """Ring in which a rank sends a chunk from the buffer in which the chunk arrived."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Emits a send of chunks to the next rank, a receive of the chunks of a later iteration from the previous rank, and a record of
-        this iteration's `event`. In iterations for the last shard, the emitted code does nothing."""
+        """Emits, except for the last shard: a send of chunks to the next rank, a receive of later chunks from the previous rank, and a
+        record of `event`."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -39,15 +39,15 @@ class _ForwardingRing(_Ring):
         branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Emits sends of the first buffer of each pair, and receives into the second buffer."""
+        """Emits, for each pair, a send of the first buffer to the next rank, and a receive into the second buffer."""
         channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
-        """Buffer for the chunk that the previous rank sends in this iteration."""
+        """Buffer for the chunk that the previous rank sends in this iteration. Raises ProgramError if its chunks are not contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # each chunk is contiguous in this buffer
+        if name in values.by_step and name != self.adds:  # this buffer has contiguous chunks
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -57,8 +57,8 @@ class _ForwardingRing(_Ring):
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
     def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
-        """Emits a branch: `first` in iterations for the first shard, and otherwise a wait for the chunk's arrival, followed by `arrived`.
-        Returns the pool of arrival events, one per iteration."""
+        """Emits `first` for the first shard, and otherwise a wait for the chunk's arrival, followed by `arrived`. Returns the pool of
+        arrival events, one per iteration."""
         if not steps.count.is_int:
             why = "a ring needs a number of steps that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
@@ -73,7 +73,8 @@ class _ForwardingRing(_Ring):
 
 
 class _RingGather(_ForwardingRing):
-    """All-gather: a rank first sends its own block to the next rank, and then each block that arrives from the previous rank."""
+    """All-gather: a rank sends its own block to the next rank, and then each block that arrives from the previous rank, except the last
+    one."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -83,11 +84,11 @@ class _RingGather(_ForwardingRing):
 
 class _RingReduceScatter(_ForwardingRing):
     """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of the
-    owner's term, and is copied from there after the loop."""
+    owner's term, and is copied to the result after the loop."""
 
     @property
     def adds(self) -> str:
-        """Result of the matmul that computes the terms. There may be views between the matmul and the reduction."""
+        """Result of the matmul that computes the terms. Raises ProgramError if an op other than a view is between it and the reduction."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.made[name]
@@ -114,8 +115,8 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """Ring for a reduce-scatter by puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums into
-    this memory."""
+    """Reduce-scatter by puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums into this
+    memory."""
 
     needs_count = True
 
@@ -125,17 +126,18 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Emits a put of the only chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
+        """Emits a put of the single chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """All-gather by puts: a rank first puts its own shard to the next rank, and then each chunk that arrives from the previous rank."""
+    """All-gather by puts: a rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank, except the
+    last shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
-        """Returns None: peers never get from this rank."""
+        """None, because peers never get from this rank."""
         return None
 
     def signal(self, buffer: str) -> None:
@@ -148,8 +150,7 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put to the next rank of the chunk that arrived one shard earlier. In iterations for the first peer shard, no chunk has
-        arrived yet, and the put sends this rank's own chunk."""
+        """Emits a put to the next rank of the chunk that arrived one shard earlier, or of this rank's own chunk if none has arrived."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

@@ -1,4 +1,4 @@
-"""Emits signals between the ranks of a process group."""
+"""The class Signals, which emits signals between the ranks of a process group."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ class Signals:
     """Emits the signals and waits of one rank, on a one-sided channel of its process group."""
 
     def __init__(self, b: Builder, axes: tuple[str, ...]):
-        """`axes` are the mesh axes of the process group, in the current mesh of the builder."""
+        """`axes` are axes of the current mesh of the builder."""
         self.b, self.mesh, self.axes = b, b.present_mesh, axes
         self.rank, self.size = rank_in_group(self.mesh, axes), self.mesh.size_of(axes)
         self.channel = b.channel(axes, SIGNALS)
 
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """Emits code for each peer. `emit` gets the peer's index in the process group, and its index among this rank's peers."""
+        """Emits code for each peer. `emit` gets the index of the peer in the process group, and its index among this rank's peers."""
         if self.size == 2:
             emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
@@ -39,9 +39,9 @@ class Signals:
         self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
 
     def signal(self, buffer: str) -> None:
-        """Sends a signal to each peer."""
+        """Emits a signal to each peer."""
         self.each_peer(lambda peer: self.signal_to(peer, buffer))
 
     def wait(self, buffer: str) -> None:
-        """Waits for one signal from each peer."""
+        """Emits a wait for one signal from each peer."""
         self.each_peer(lambda peer: self.wait_for(peer, buffer))

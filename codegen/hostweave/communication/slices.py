@@ -1,4 +1,4 @@
-"""Algorithms across shards: an iteration does one collective, or one move to another mesh, for a slice of every rank's shard."""
+"""Algorithms across shards: in an iteration, one collective or one move to another mesh covers a slice of every rank's shard."""
 
 from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.collective import CollectiveLowering

@@ -1,8 +1,4 @@
-"""Facts about values and loop iterations that lowering needs.
-
-`Dataflow` gives producers, consumers, local types and views of a fusion. `LoopSteps` describes an iteration of a chunk loop: its chunk, and
-the rank that owns the chunk.
-"""
+"""Facts that lowering needs: `Dataflow` about the values of a fusion, and `LoopSteps` about an iteration of a chunk loop."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class Dataflow:
     """Dataflow of a fusion whose reshards are decomposed into single communications and local slices."""
 
     fusion: Fusion
-    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
+    uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
 
     @property
     def mesh(self) -> Mesh:
@@ -48,7 +44,7 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
-        """Ops that read each value, one entry per operand."""
+        """Value -> ops that read it, one entry per operand."""
         return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
     # --- local types ---
@@ -66,8 +62,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard. The transfer is then a view of the rank's local tensor. If
-        the transfer shards an unsharded dim, the view covers one block of this dim."""
+        """True if each rank of a transfer's target mesh already holds its shard, as the whole local tensor or as a block of an unsharded
+        dim."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -75,8 +71,7 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """True if an op is only pointer arithmetic: a view op, a reduction over one local element, or a transfer of data that the rank
-        already holds."""
+        """True if an op is only pointer arithmetic: a view op, a reduction over one local element, or a local transfer."""
         if op.kind == "transfer":
             return self.is_local(op)
         if OPS[op.kind].combine:
@@ -84,7 +79,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """If a value is a view, possibly of other views, the name of the viewed value. Otherwise its own name."""
+        """The value of which `name` is a view, possibly through other views, or `name` itself."""
         op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
@@ -94,12 +89,11 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """An iteration of a loop, as expressions over the loop index. `shards` is the number of ranks of `mesh` that split the chunked dim,
-    before or after the loop's communication, whichever is larger.
+    """An iteration of a loop, as expressions over the loop index. `shards` is the number of shards of the chunked dim, see
+    `chunk_loops.shards`.
 
     In a loop by shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, an iteration covers
-    the same slice of every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row
-    `start`.
+    the same slice of every rank's shard. `rows` and `start` are those of `LoopPart`.
     """
 
     mesh: Mesh
@@ -107,11 +101,11 @@ class LoopSteps:
     count: Size  # number of iterations
     drops_dim: bool  # an iteration covers a single index, and its values lack the dim
     shards: int
-    owner: Expr | None = None  # by shard: the rank that owns the block
-    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
-    rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
+    owner: Expr | None = None  # in a loop by shard, the rank that owns the block
+    uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
+    rows: Size | None = None  # rows of a chunk, if the loop covers only a part of each shard
     start: int = 0
-    suffix: str = ""  # suffix for the names of chunks; if empty, the name of the loop index is the suffix
+    suffix: str = ""  # suffix of the names of chunks, by default the name of the loop index
 
     @property
     def subchunks(self) -> Size:
@@ -125,7 +119,7 @@ class LoopSteps:
 
     @property
     def distance(self) -> Expr:
-        """Number of shards that earlier iterations covered, in a loop by shard. `Lowering.owner` derives the owner from this number."""
+        """Number of shards that earlier iterations covered, in a loop by shard."""
         return self.index // expr_of(self.subchunks)
 
     @property
@@ -139,19 +133,19 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The next iteration of a ring, which uses the block that arrives in the current iteration."""
+        """The iteration of a ring that uses the block that arrives in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
-        """Number of shards of this dim that a rank's local tensor contains."""
+        """Number of shards in this dim of a rank's local tensor."""
         return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
 
     def splits(self, value: Value, dim: int) -> bool:
-        """True if a rank's local tensor contains several shards of this dim, and an iteration covers a slice of each."""
+        """True if an iteration covers a slice of each of several shards in a rank's local tensor."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
     def rows_in(self, size: Size) -> Size:
-        """Number of rows that the loop covers in a shard of `size` rows."""
+        """Number of rows that the loop covers of a shard with `size` rows."""
         return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
 
     def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
@@ -164,7 +158,6 @@ class LoopSteps:
 
 
 def expr_of(size: Size | Sum) -> Expr:
-    """Converts a size to an expression: `8*M/4` becomes `8 * M / 4`."""
     if isinstance(size, Sum):
         total: Expr = Const(0)
         for term in size.terms:
@@ -177,7 +170,7 @@ def expr_of(size: Size | Sum) -> Expr:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """Index of this rank in its process group, in row-major order of the given axes."""
+    """Index of this rank in its process group."""
     number: Expr = Const(0)
     for axis in axes:
         number = number * mesh.axis_size(axis) + Coordinate(axis)
@@ -185,10 +178,8 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
 
 
 def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
-    """View of an iteration's chunk in `buffer`, which holds `value` with its dims in order.
-
-    If the iteration covers a slice of several shards, the view has two dims in place of `dim`: the shards, and the slice of each.
-    """
+    """View of an iteration's chunk in `buffer`, which has the local tensor of `value`. If the iteration covers a slice of several shards,
+    the view has two dims in place of `dim`: the shards, and the slice of each."""
     index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
     if steps.splits(value, dim):
         buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
@@ -205,7 +196,7 @@ def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: in
 
 
 def _first_row(steps: LoopSteps, rows: Size, shard: Size, shards: int) -> Expr:
-    """First local row of a chunk of `rows` rows. The local tensor has `shards` shards, and the loop covers a part of each."""
+    """First local row of a chunk of `rows` rows, in a local tensor of `shards` shards."""
     index: Expr = Const(0)
     if steps.owner is None:
         index = steps.index
@@ -229,13 +220,13 @@ def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[S
 
 
 def keeps_dim(op: Op) -> bool:
-    """True if a chunk must keep its dim. A matmul needs its last two dims, even if one has size 1."""
+    """True if a chunk keeps its dim, even with size 1, because a matmul needs its last two dims."""
     stream = op.result.stream
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
-    """Position of the op's dim `dim` in the views of one iteration's chunks. `source` is the op's first operand."""
+    """Position of a dim in views of an iteration's chunks. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:
         return dim

@@ -1,8 +1,5 @@
-"""Emits moves between meshes. The sends are in the `on` body of the source mesh, and the receives in the `on` body of the target mesh. If
-some rank is in both meshes, sends and receives are in one group.
-
-If a dim may be sharded unevenly, blocks end wherever a shard of one of the meshes ends.
-"""
+"""Emits moves between meshes. The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes,
+sends and receives are in one group."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,15 +25,15 @@ from hostweave.types.tensor import TensorType
 
 COPIES = "copies"  # mesh axis along which a sender broadcasts to its receivers
 
-MakesBuffer = Callable[[], str]  # returns the buffer to send or receive; called in the body of its mesh
+MakesBuffer = Callable[[], str]  # returns the buffer to send or receive, in the `on` body of its mesh
 
 
 class Transfers:
-    """Emits moves between meshes, and later the waits that must follow them."""
+    """Emits moves between meshes, and later the waits for readers."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for the ranks that read from them
+        self.pending_waits: list[Callable[[], None]] = []  # emit the waits of senders for ranks that read from them
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -48,22 +45,22 @@ class Transfers:
         self.pending_waits.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.pending_waits)))
 
     def reduce(self, op: Op, reduction: TermReduction) -> None:
-        """Reduces to the single rank of each process group that is in the result's mesh."""
+        """Emits a reduction to the rank of each process group that is in the result's mesh."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
             src = contiguous_source(b, self.values.operand(op, 0, None), None)
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for the ranks that read from them. The caller calls this method as late as possible, because a reader
-        may first need other data from this rank."""
+        """Emits the waits of senders for ranks that read from them, as late as possible, because a reader may first need other data from a
+        sender."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
 
 
 def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
-    """True if a move between two meshes needs blocks of the same size on this transport, but some blocks may differ in size."""
+    """True if a move between two meshes needs equal blocks on this transport, but blocks may differ in size."""
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 
@@ -71,7 +68,7 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     blocks = op[BLOCKS]
-    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, broadcasts would serialise the ranks of both meshes
+    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, broadcasts would serialise the ranks of the two meshes
         _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
         return
     to_send, to_receive = _cuts(flow, op)
@@ -90,10 +87,10 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 
 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
-    """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for the receivers.
+    """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
 
-    A sender signals that its window is ready, and each receiver signals after reading. `number` is the signal counter. No other move may
-    use this counter before the waits are emitted.
+    A sender signals that its window is ready, and each receiver signals after reading. `number` is the signal counter, which no other move
+    may use before these waits.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -106,7 +103,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
         return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
 
     def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
-        """Emits the instructions of each route in order, on the rank that `rank_of` returns."""
+        """Emits instructions for each route, on the rank that `rank_of` returns."""
         for route in chosen:
             with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
                 emit(route)
@@ -117,7 +114,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             same_dims = prod(blocks.sent) == prod(blocks.received) == 1
             (ranks.copy_locally if same_dims else ranks.copy)(sent, landed)
             return
-        if route in first:  # a sender and a receiver signal each other once for all their routes
+        if route in first:  # a sender and a receiver signal each other once for all routes between them
             ranks.wait_for(Const(route.sender), sent, number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
@@ -132,7 +129,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
-    """Cuts of the local tensors on both meshes. None if all blocks are equal."""
+    """Cuts of the local tensors on the two meshes. None if all blocks are equal."""
     source, target = flow.values[op.tensors[0]], op.result
     dims = shared_dims(source.type, target.type, flow.mesh)
     if not any(dim.is_uneven(flow.uneven) for dim in dims):
@@ -149,7 +146,7 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
 
 
 def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: MakesBuffer, dst: MakesBuffer) -> None:
-    """Broadcasts from each sender to its receivers, with one process group per sender. No rank is in two groups."""
+    """Emits a broadcast from each sender to its receivers."""
     with b.on(source):
         full = src()
         sent, shape = _blocks_to_send(b, full, blocks, None, None), b.types[full].shape
@@ -162,19 +159,19 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if staying_ranks := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(staying_ranks)),), staying_ranks)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # `copied` has the local sizes of the target mesh
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
-    """Contiguous memory with the blocks of `src` in order: the memory of `src`, or a copy."""
+    """Contiguous memory with the blocks of `src` in order."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # a copy, because views of an `on` body are not visible outside of it, where the sends and recvs of both meshes are posted
+    # views of an `on` body are not visible outside of it, where sends and recvs may be posted
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed
@@ -182,7 +179,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
 
 @contextmanager
 def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
-    """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if they are in other memory."""
+    """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if needed."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
@@ -190,15 +187,14 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # a new view, because the `on` body of the first view may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # the `on` body of the first view may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """View of `whole` whose first dims are the indices of a block, and whose other dims are a block. `whole` itself if there is only
-    one block."""
+    """View of `whole` whose first dims are the index of a block, and whose other dims are a block. `whole` itself if there is one block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -214,7 +210,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All sends of this rank. If the peer of every block is `distance` ranks away, this is a single send."""
+    """All sends of this rank. `distance` is that of `Transfer`."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

@@ -1,4 +1,4 @@
-"""Interface through which communication gets the buffers of values from the lowering."""
+"""Interface by which communication gets the buffers of values."""
 
 from typing import Protocol
 
@@ -7,10 +7,9 @@ from hostweave.fusion_ir.ir import Op
 
 
 class Values(Protocol):
-    by_step: dict[str, str]  # buffers of values that exist only in a loop; each has one chunk per iteration
+    by_step: dict[str, str]  # value that exists only in a loop -> buffer, with one chunk per iteration
 
-    def buffer_of(self, name: str) -> str:
-        """Buffer or view that contains all of a value."""
+    def buffer_of(self, name: str) -> str: ...
 
     def chunk(self, name: str, dim: int, steps: LoopSteps) -> str:
         """Part of a value that one iteration accesses."""

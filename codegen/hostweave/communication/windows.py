@@ -1,4 +1,4 @@
-"""Places memory in windows, which peers can access: sources of gets, and sources and destinations of puts."""
+"""Places memory that peers access in windows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Keeps the mark `in_window` only on parameters that peers access, in this program or in called functions."""
+    """Keeps `in_window` only for parameters that peers access, in this program or in called functions."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):
@@ -32,8 +32,8 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields views, of which the last
-    one, `name`, is the part that this rank needs."""
+    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields the views to the part
+    `name` that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
@@ -47,7 +47,7 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, even if only one `on` body uses
+    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, even if only an `on` body uses
     it."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]

@@ -1,8 +1,4 @@
-"""Builder of host programs: makes names unique, infers types of views, and nests bodies. Omits identity views, and reuses equal views.
-
-While the attribute `mesh` is set, emitted instructions go into `on` bodies, which only the ranks of this mesh execute. Consecutive
-instructions of one mesh share a body.
-"""
+"""Builder of host programs: makes names unique, infers types of views, nests bodies, omits identity views, and reuses equal views."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Scope:
-    """A body under construction, and the views that are visible in it. Views of the current `on` body are kept separately."""
+    """A body under construction, and the views that are defined in it. Views of the current `on` body are kept separately."""
 
     def __init__(self) -> None:
         self.instructions: list[tree.Instruction] = []
@@ -45,11 +41,11 @@ class Builder:
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
-        self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
-        self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop that several meshes execute
-        # copies that follow the asynchronous communication that is being emitted; the next communication need not wait for them
+        self.mesh: Mesh | None = None  # if set, instructions are emitted into `on` bodies of this mesh
+        self.hoists_views = True  # views may be emitted before the outermost loop; False in a loop that several meshes execute
+        # copies after the asynchronous communication that is being emitted; the next communication need not wait for them
         self.aside: list[tree.Instruction] | None = None
-        # sums of terms that the asynchronous communication delivers; if emitted later, they can fuse with the kernel that reads them
+        # sums of terms of the asynchronous communication; emitted later, these sums can fuse with the kernel that reads them
         self.sums: list[Callable[[], None]] | None = None
         self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
@@ -62,16 +58,15 @@ class Builder:
     # --- names and bodies ---
 
     def name(self, wanted: str) -> str:
-        """Returns `wanted`, with a number appended if it is taken."""
+        """Returns `wanted`, with a number appended if the name is taken."""
         return claim_unique(wanted, self._used_names)
 
     def new_events(self, wanted: str, count: int = 1) -> str:
-        """Declares a pool of `count` events and returns its name."""
         self.events.append(ir.Events(unique_name(wanted, {pool.name for pool in self.events}), count))
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Name of the index of a loop in the current body: i, or j, k, l in nested loops, then i_2 and so on."""
+        """Name of the index of a loop in the current body: i, in nested loops j, k, l, then i_2 and so on."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._used_names), "i")))
         return self._indices[self._depth]
@@ -87,14 +82,14 @@ class Builder:
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result the current body does not read. During an asynchronous communication, adds the copy to `aside`."""
+        """Emits a copy whose result the current body does not read, or adds it to `aside`."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms by calling `emit`. During an asynchronous communication, adds `emit` to `sums` instead."""
+        """Emits a sum of terms by calling `emit`, or adds `emit` to `sums`."""
         if self.sums is None:
             emit()
         else:
@@ -131,7 +126,7 @@ class Builder:
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into the body of a loop. Names of integers that the body defines may be reused after the loop."""
+        """Emits into the body of a loop. The names of its `let` integers may be reused after the loop."""
         self._depth += 1
         with self.nested() as body:
             yield body
@@ -148,14 +143,14 @@ class Builder:
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
-        """Emits before the outermost loop that is being built, for allocations and for views that are the same in all iterations."""
+        """Emits into the outermost body, before the loop that is being built."""
         scopes = self._scopes
         self._scopes = scopes[:1]
         yield
         self._scopes = scopes
 
     def hoisted(self) -> AbstractContextManager[None]:
-        """Emits views before the outermost loop, if views may be hoisted."""
+        """Emits into the outermost body if views may be hoisted, otherwise into the current body."""
         return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
@@ -169,18 +164,18 @@ class Builder:
         return self.mesh or self._program
 
     def carrying(self, *needs: Set[str]) -> Transport:
-        """Returns the first transport that supports all instructions of at least one of the sets `needs`."""
+        """Preferred transport that supports all instructions of at least one of the sets `needs`."""
         transport = first_carrying(self.transports, *needs)
         assert transport, f"no transport carries any of {needs}"
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of a channel of the current mesh along `axes` that supports the instructions `needs`. Adds the channel if there is none."""
+        """Name of the channel of the current mesh along `axes`, on a transport that supports the instructions `needs`."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
-        """Name of the channel of all ranks, in whose process group the index of a rank is its number in the program."""
+        """Name of the channel of all ranks. The index of a rank in its process group is its number in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -234,7 +229,7 @@ class Builder:
         return self._view(ir.Slice("", src, dim, size, start), wanted)
 
     def first(self, src: str, shape: tuple[Size, ...], wanted: str) -> str:
-        """View of the first `shape[i]` indices of each dim i."""
+        """View of the first `shape[i]` indices of dim i, for each i."""
         for dim, size in enumerate(shape):
             src = self.slice(src, dim, size, Const(0), wanted)
         return src
@@ -276,7 +271,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """If a view shows all elements of a contiguous buffer in order, the buffer. Otherwise the view itself."""
+        """The contiguous buffer of which `name` shows all elements, or `name` itself."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -286,8 +281,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access the memory. True for all allocations, because `with_windows` moves allocations that peers access to
-        windows."""
+        """True if peers can access the memory. Always true for allocations, because `with_windows` moves them to windows if needed."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:
@@ -322,7 +316,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh. Inlines an `on` body for `mesh`, the mesh of the enclosing body."""
+    """Merges consecutive `on` bodies of one mesh, and inlines `on` bodies for `mesh`, the mesh of the enclosing body."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

@@ -1,4 +1,4 @@
-"""Host programs with functions: splits a program into one program per body, joins such programs, and inlines calls."""
+"""Host programs with functions: splits a program into bodies, joins bodies, and inlines calls."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. Each part lists only the kernels and uneven
-    sizes that its body uses, and the events that its body or an earlier function uses."""
+    """Every function as a separate program, callees before callers, then the main program. Each part declares only the kernels, events and
+    uneven sizes that its body or an earlier function needs."""
     if not program.functions:
         return (program,)
     parts = [
@@ -24,7 +24,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
-    # analyses inline the callees of a part, and so need their events
+    # analyses inline callees, and so need their events
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,
@@ -40,23 +40,19 @@ def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, 
 
 
 def events_of(body: tree.Body) -> set[str]:
-    """Events that a body records or waits for."""
     return {name for i in tree.walk(body) for name in tree.names(i, "record", "wait")}
 
 
 def channels_of(program: ir.HostProgram) -> set[str]:
-    """Names of the channels that the program or one of its functions uses."""
     return {i.channel for i in program.instructions() if isinstance(i, ir.Communication)}
 
 
 def names_in(program: ir.HostProgram) -> set[str]:
-    """Names of all parameters, buffers and indices of the main body."""
     parameters = {parameter.name for parameter in (*program.inputs, *program.outputs)}
     return parameters.union(*(tree.names(i, "define", "index") for i in tree.walk(program.body)))
 
 
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
-    """Removes channels that neither the program nor its functions use."""
     used = channels_of(program)
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
@@ -65,11 +61,8 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`: the last program is the main program, and the earlier programs become its functions.
-
-    Equal kernels are merged. Other kernels and events with equal names are renamed. Each stream pool gets the largest size that a part
-    needs.
-    """
+    """Inverse of `bodies`. Equal kernels are merged, and different kernels and events with equal names are renamed. A pool of streams gets
+    the largest size that a part needs."""
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -111,25 +104,25 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 
 @ir.analysis
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines all calls, for analyses that need one flat list of instructions.
+    """Inlines all calls, for analyses of one body.
 
-    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that the function has not freed is
-    deallocated after each call, so that the next call can reuse it. The arguments of the call replace the parameters. If the function has
-    donated inputs, inputs and results in donated memory instead become views of the arguments: `as_given` and `take_over`.
+    Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that the function does not free is deallocated
+    after each call, so that the next call can reuse it. Arguments replace parameters. If the function has donated inputs, its inputs become
+    `as_given` views, and results in donated memory become `take_over` views.
     """
     return _Inlining(program).program() if program.functions else program
 
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines the first call of each function, and removes the other calls. For analyses that need each instruction once, in any order."""
+    """Inlines the first call of each function, and removes the other calls. For analyses that need each instruction once."""
     return _Inlining(program, only_first=True).program() if program.functions else program
 
 
 class _Inlining:
     def __init__(self, program: ir.HostProgram, only_first: bool = False):
         self.host_program, self.only_first = program, only_first
-        self.inlined_functions: set[str] = set()  # functions that have been inlined
+        self.inlined_functions: set[str] = set()
         self.functions = {function.name: function for function in program.functions}
         self.used_names = names_in(program)
 
@@ -154,8 +147,8 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions to insert before and after the inlined body of a function with donated inputs: views and `returned`. Adds to `names`
-        the views that replace the parameters."""
+        """Instructions before and after the inlined body of a function with donated inputs. Adds the views that replace parameters to
+        `names`."""
         donated = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if donated else ()), (TakeOver, donated)):
@@ -167,14 +160,14 @@ class _Inlining:
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
-    """Yields a `deallocate` for each allocation of `body` that no instruction of `around` frees."""
+    """Yields a `deallocate` for each top-level allocation of `body` that no instruction of `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
 
 def renamed(body: tree.Body, names: Mapping[str, str]) -> tree.Body:
-    """Renames buffers and indices of a body. Names that are not in `names` stay."""
+    """Renames the buffers and indices of a body that are in `names`."""
 
     def rename(i: tree.Instruction) -> tree.Instruction:
         return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names)), names, *tree.NAMED)

@@ -1,4 +1,5 @@
-"""Integer expressions of host programs, over loop indices, rank coordinates and sizes. The result of `%` is never negative."""
+"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down, and the result of `%` is never
+negative."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer, or the truth value (0 or 1) of a comparison. Python operators build expressions, and fold constants."""
+    """An integer, or the truth value (0 or 1) of a comparison. Python operators build expressions."""
 
-    text: ClassVar[str] = ""  # format string; its fields are the dataclass's fields
+    text: ClassVar[str] = ""  # format string with the names of fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
     __floordiv__, __mod__ = _operator("/"), _operator("%")
     equals, less = _operator("=="), _operator("<")
@@ -88,7 +89,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # a chain of *, / and % needs parentheses to be readable, unless it has only *
+        # a chain of *, / and % is hard to read without parentheses, unless it has only *
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
@@ -99,7 +100,6 @@ def _parenthesized(expr: Expr, needed: Callable[[str], bool]) -> str:
 
 
 def opposite(condition: Expr) -> Expr:
-    """Negation of a condition."""
     opposites = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
     if isinstance(condition, Binary) and condition.op in opposites:
         return Binary(opposites[condition.op], condition.left, condition.right)
@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """Builds `left op right`. Folds constants, and simple identities such as x * 1 and x + 0."""
+    """Builds `left op right`, simplified: 2 + 3 becomes 5, and x * 1 becomes x."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
@@ -131,7 +131,7 @@ Range = tuple[int | None, int | None]  # smallest and largest value; None if unk
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh) -> Range:
-    """Range of the values that an expression has on the ranks of `mesh`."""
+    """Range of an expression's values on the ranks of `mesh`."""
     match expr:
         case Const(value):
             return value, value
@@ -170,7 +170,7 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
-    """Simplifies an expression, given the ranges of its parts. Removes quotients from comparisons with 0: `i / 2 == 0` becomes `i < 2`."""
+    """Simplifies an expression, given the ranges of its parts: `i / 2 == 0` becomes `i < 2`."""
     low, high = range(expr)
     if low is not None and low == high:
         return Const(low)

@@ -1,9 +1,9 @@
-"""The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
+"""The host IR: the operations that the host of one rank enqueues, in order. All ranks share one program; the rank number is a run-time
+value.
 
 Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields say which buffers it defines, reads,
-writes or frees. Analyses, passes and the check use only these roles and traits of the class, and need no change for a new instruction.
-
-An instruction outside of all `stream` blocks runs on the caller's stream.
+writes or frees. Most analyses and passes use only these roles and the traits of the class, so a new instruction does not affect them. An
+instruction outside of all `stream` blocks runs on the caller's stream.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
 class Parameter:
     """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`.
 
-    An output may overwrite the memory of a donated input, which has the same dims, possibly in another order. A parameter in a window is in
-    memory that peers can access, at the same offset on each rank.
+    `memory` of an output is a donated input, which the output overwrites. Peers can access a parameter in a window.
     """
 
     name: str
     type: TensorType
-    memory: str = ""  # name of the donated input, or ""
+    memory: str = ""
     in_window: bool = False
     group: ParameterGroup | None = None
 
@@ -57,9 +56,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A generated kernel of ops on local tensors, such as pointwise ops and reductions. In its ops, all tensors are row-major.
+    """A generated kernel of ops on local tensors, such as pointwise ops and reductions.
 
-    `ends` is the reason why the kernel is not fused with the consumers of its results.
+    `ends` is the reason why the kernel is not fused with the consumers of its results, or "".
     """
 
     name: str
@@ -70,7 +69,6 @@ class Kernel:
 
     @cached_property
     def made(self) -> Mapping[str, Op]:
-        """Maps each computed value to its op."""
         return {op.result.name: op for op in self.ops}
 
     @cached_property
@@ -83,13 +81,12 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective that the kernel itself does, by exchanging data with kernels of other ranks. The collective's result is the first
-        input. None for other kernels."""
+        """The collective that the kernel itself computes, together with the kernels of other ranks. None for other kernels."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
     def delivered(self) -> BufferType:
-        """Type of the collective's result, which the kernel reads as its first input."""
+        """Type of the collective's result."""
         first = self.inputs[0].type
         return BufferType(first.dtype, first.shape)
 
@@ -105,10 +102,10 @@ class Kernel:
 
     @property
     def descriptive_name(self) -> str:
-        """Name such as `negative_multiply_y`, made of the ops and the results, or `fused_y` if there are many ops.
+        """Name made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. Two kinds of ops are omitted: iota, and an op whose result is
-        named after it, as in `multiply_y`. If the names of the results are long, only the name of the last result is used.
+        A kernel that updates its operand in place is named after the operand. Ops that need not be named are omitted: iota, and `multiply`
+        for a result `multiply_y`.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -120,7 +117,7 @@ class Kernel:
         return "_".join([*words, *named, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:
-        """Text of the kernel, as lines."""
+        """Lines of the kernel's text."""
         end = f"}}  # ends here: {self.ends}" if self.ends else "}"
         returned = [f"return {tree.field_text(self.returned, True)}"] if self.returned else []
         return [f"kernel @{self.name}({_listed(self.inputs)}) {{", *(f"{tree.INDENT}{line}" for line in (*self.ops, *returned)), end]
@@ -138,7 +135,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Channel:
-    """A communicator, with its transport. Its process groups consist of ranks of `mesh` that differ only along `axes`."""
+    """A communicator with its transport. The ranks of a process group differ only along `axes` of `mesh`."""
 
     name: str
     mesh: Mesh  # the program's mesh, or a mesh of a subset of its ranks
@@ -156,7 +153,7 @@ class Channel:
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
-        """Text: `tp: tp two_sided`. If the mesh is not the program's: `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`."""
+        """Text: `tp: tp two_sided`, or `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`."""
         on = "" if self.mesh == program else f" on {self.mesh}"
         return f"{self.name}: {', '.join(self.axes)}{on} {self.transport.name}"
 
@@ -185,8 +182,7 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorates an analysis of a program or a fusion: computes the result once, and caches it in the immutable program. Callers must not
-    modify the result."""
+    """Decorates an analysis of a program or a fusion, and caches the result in the program. Callers must not modify the result."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
@@ -209,10 +205,10 @@ class HostProgram:
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
-    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly: a rank holds `local(M, x)` of M, not `M/8`
+    uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly: a rank holds `local(M, x)` of M, not `M/8`
     functions: tuple[Function, ...] = ()  # callees precede callers
     user_kernels: tuple[UserKernel, ...] = ()
-    choices: tuple[Choice, ...] = ()  # the compiler's choices for reshards next to matmuls
+    choices: tuple[Choice, ...] = ()  # the compiler's choices for reshards
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (self.inputs, self.outputs))
@@ -240,7 +236,7 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices, which have predicted times. Programs with equal code share one build, and ranks may call them
+        """Text without the choices, whose times may differ. Programs with equal code share one build, and ranks may call such programs
         together."""
         return str(replace(self, choices=()))
 
@@ -275,7 +271,7 @@ class HostProgram:
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes that the shapes of a call's arguments determine: all except the depths of repeats."""
+        """Names of the symbolic sizes except the depths of parameter groups."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:
@@ -283,21 +279,19 @@ class HostProgram:
 
     @property
     def optional_transports(self) -> frozenset[Transport]:
-        """Transports of the program's channels that may be unavailable to some ranks."""
+        """Transports of the program's channels that some machines cannot use."""
         return frozenset(channel.transport for channel in self.channels if channel.transport.is_optional)
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks signal each other. Counts of signals then continue from call to call."""
+        """True if ranks may signal each other. Counts of signals then continue from call to call."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property
     def libraries(self) -> frozenset[str]:
-        """Libraries that must be linked, in addition to those that every program needs."""
         return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:
-        """All instructions, first of functions, then of the main body."""
         return (i for body in (*(function.body for function in self.functions), self.body) for i in walk(body))
 
     def local_type(self, parameter: Parameter) -> BufferType:
@@ -305,12 +299,11 @@ class HostProgram:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """Names of the inputs and outputs that are in windows."""
         return tuple(p.name for p in (*self.inputs, *self.outputs) if p.in_window)
 
     @analysis
     def symbols(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
+        """Names of the symbolic sizes in the inputs and outputs."""
         shapes = [size for p in (*self.inputs, *self.outputs) for size in p.type.shape]
         return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 

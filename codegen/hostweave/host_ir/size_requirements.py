@@ -1,4 +1,4 @@
-"""Requirements on the sizes of a call: slices are within their dims, quotients are integers, and the chunk loops that the compiler chose
+"""Requirements on the sizes of a call: slices are within their dims, reductions are not empty, quotients are integers, and chunk loops
 divide their dims evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ MAX_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Maps each factor of a size to a number that must divide the factor, so that all dims and trip counts are integers."""
+    """Factor of a size -> number that must divide the factor, so that all dims and trip counts are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -41,7 +41,7 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that a call must not make negative, such as `(M - 2)`, the number of elements before or after a slice."""
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
@@ -56,13 +56,13 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
 
 
 def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]]]:
-    """Ops of all kernels that are launched, each with the types of the kernel's values."""
+    """Ops of all launched kernels, each with the types of the kernel's values."""
     for kernel in launched(program.kernels, program.body):
         yield from ((op, kernel.types) for op in kernel.ops)
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields a pair for each size that must not be 0: the name of a reduction without an identity, such as max, and the global size."""
+    """Yields the global sizes that must not be 0, each with the name of the reduction over it, which has no identity."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,18 +74,19 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of indices of the source before a partial view, and number after it. Empty if these depend on the rank or a loop index."""
+    """Numbers of indices of the source before and after a partial view. Empty if they depend on the rank or a loop index, or for other
+    views."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # the offset depends on the rank; the compiler emits such a view only if it fits
+        return ()  # depends on the rank; the compiler emits such a view only if it fits
     return (before, dim_size - before - extent)
 
 
 def _size_of(expr: Expr) -> Size | None:
-    """The size that an expression computes. None if the value depends on the rank or a loop index."""
+    """The size that an expression computes. None if the value depends on the rank or a loop index, or is no size."""
     match expr:
         case Const(value):
             return Size(value)
@@ -102,18 +103,15 @@ def _size_of(expr: Expr) -> Size | None:
     return None
 
 
-# Chunk loops that the compiler chose support only some sizes. For other sizes, a variant of the program without these loops runs.
+# Chunk loops that the compiler chose support only some sizes. For other sizes, a variant without these loops runs.
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """A call with sizes that do not divide evenly in the compiler's chunk loops. Nothing was executed."""
+    """A call with sizes that the compiler's chunk loops do not divide. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Checks that sizes of the inputs divide evenly in the compiler's chunk loops. Shapes are global; `()` stands for an unknown shape.
-
-    Raises LoopsDoNotDivide if a size does not divide evenly.
-    """
+    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a size. Shapes are global; `()` stands for an unknown shape."""
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
@@ -122,8 +120,8 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the symbols that do not divide evenly although they must, for example among ranks. If a sum such as (M + N) does
-    not divide evenly, all its symbols are included."""
+    """Symbols, with their sizes, that break a requirement of divisibility. If a sum such as (M + N) breaks one, all its symbols are
+    included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
@@ -133,7 +131,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Maps each symbol, sum of symbols, or product of these to a number that must divide its value."""
+    """Symbol, sum of symbols, or product of these -> number that must divide the value."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -144,7 +142,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if these sizes divide evenly in all chunk loops that the compiler chose."""
+    """True if all chunk loops that the compiler chose divide these sizes."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -155,7 +153,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Numbers that must divide sizes if the program has chunk loops that the compiler chose. Empty without such loops."""
+    """Numbers that must divide sizes. Empty unless the compiler chose chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

@@ -1,4 +1,4 @@
-"""Parser of host programs: `parse_host(str(p)) == p`. Printer and parser follow the `syntax` line of each instruction."""
+"""Parser of host programs: `parse_host(str(p)) == p`."""
 
 import re
 from collections.abc import Callable
@@ -20,10 +20,7 @@ from hostweave.types.text import Reader
 
 
 def parse_host(text: str) -> ir.HostProgram:
-    """Parses the text of a host program.
-
-    Raises ParseError with line and column if the text is malformed.
-    """
+    """Parses the text of a host program, without verifying it. Raises ParseError if the text is malformed."""
     reader = Reader(text)
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
     kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
@@ -155,7 +152,7 @@ _parse_cuts = _bracketed(_parse_cut)
 
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
-    # `%` is a remainder only if it is on the same line: a line that begins with % defines the next name.
+    # `%` at the beginning of a line is not a remainder, but begins the next instruction
     while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
         reader.take()
         left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))

@@ -1,7 +1,7 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
 The role of a field says what the instruction does with the buffer, event or other object that the field names. Traits are facts about the
-instruction itself, as class variables or properties.
+instruction itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ INDENT = "  "
 Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
 Viewed = Annotated[str, "view"]  # name of a view that the instruction defines
 Index = Annotated[str, "index"]  # name of an integer that the instruction defines
-Read = Annotated[str, "read"]  # buffer whose bytes are read
+Read = Annotated[str, "read"]
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
-Update = Annotated[str, "update"]  # buffer that is read and written
-Alias = Annotated[str, "alias"]  # buffer that is named, without access to its bytes
-Freed = Annotated[str, "free"]  # memory that is freed; other buffers may reuse the bytes
+Update = Annotated[str, "update"]
+Alias = Annotated[str, "alias"]  # buffer that is named, but not accessed
+Freed = Annotated[str, "free"]  # memory that other buffers may reuse from now on
 Launched = Annotated[str, "launch"]  # kernel that is launched
 Called = Annotated[str, "call"]  # function that is called
 Forked = Annotated[str, "fork"]  # pool of streams
@@ -45,9 +45,9 @@ Recorded = Annotated[str, "record"]  # pool of the event; the field `index` sele
 Awaited = Annotated[str, "wait"]
 RemoteRead = Annotated[str, "remote_read"]  # buffer in a peer's memory that is read
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that is not accessed; no access of this buffer may move across the instruction
+Guarded = Annotated[str, "guard"]  # buffer that is not accessed, but whose accesses must not move across the instruction
 
-# roles that a role implies; ranks share one program, so an access to a peer's buffer also counts as an access to the local buffer
+# roles that a role implies; an access to a peer's buffer counts as one to the local buffer, because peers access it at the same time
 INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),
@@ -62,29 +62,29 @@ NAMED = ("define", "index", "read", "write", "alias")  # roles that name buffers
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of the host IR. The roles of its fields give its effects, and class variables and properties its traits."""
+    """An instruction of the host IR. Class variables and properties are its traits."""
 
-    syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted, together with the words before it
-    calls: ClassVar[bool] = True  # False if the instruction only defines a name for memory or an integer, and does nothing at run time
+    syntax: ClassVar[str] = ""  # text format; a field with its default is omitted, together with the words before it
+    calls: ClassVar[bool] = True  # False if the instruction only defines a name of memory or of an integer
     shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
     copies: ClassVar[bool] = False  # True for a copy, which can be removed if src and dst are the same memory
-    work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
-    orders: ClassVar[bool] = False  # True if the instruction orders streams; no work may move across it
-    marks: ClassVar[bool] = False  # True if the instruction records the time at which a stream reaches it
+    work: ClassVar[str] = ""  # local work on a stream: "compute", or "move" for copies and fills
+    orders: ClassVar[bool] = False  # no work may move across the instruction, because it orders streams or measures time
+    marks: ClassVar[bool] = False  # records the time at which a stream reaches the instruction
     log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if log-sum-exps are written, "takes" if they are read
     grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
-    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match counterparts on peers, in order
+    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match instructions of peers, in order
     posts: ClassVar[str] = ""
-    exchanges: ClassVar[bool] = False  # True if the launched kernel waits for kernels of other ranks, without a communication library
+    exchanges: ClassVar[bool] = False  # True if the launched kernel exchanges data with kernels of other ranks
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
-    not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
-    # operand whose memory dst may be: "src", "accumulate", or "block of src", this rank's block of src
-    # "block of dst": the memory of src may be this rank's block of dst
+    not_at_root: ClassVar[str] = ""  # field of the buffer that only ranks other than the root use
+    # operand whose memory dst may be: "src", "accumulate", or "block of src", which is this rank's block of src. With "block of dst", src
+    # may be this rank's block of dst.
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    # traits that depend on the fields of an instruction, with their defaults
+    # traits that depend on fields
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -92,10 +92,7 @@ class Instruction:
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that the instruction defines, given the types of earlier buffers and views.
-
-        Raises ValueError if the view is not possible.
-        """
+        """Types of the buffers and views that the instruction defines. Raises ValueError if a view is not possible."""
         return {}
 
     @property
@@ -113,12 +110,12 @@ class Instruction:
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Ranks of the process group from which a rank receives data. `readers` are the ranks that send."""
+        """Entries of the ranks from which a rank receives data. `readers` has an entry for each rank of the process group that sends."""
         return readers
 
     @property
     def packed(self) -> Cuts:
-        """If the instruction's buffer has the packed blocks of a tensor, the cuts of this tensor. Empty for other instructions."""
+        """Cuts of the tensor whose packed blocks a buffer has. Empty for other instructions."""
         return ()
 
     @property
@@ -133,11 +130,11 @@ class Instruction:
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """For a branch, the condition under which the first of its two bodies runs. None for other instructions."""
+        """Condition under which the first body of a branch runs. None for other instructions."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
-        """Text of the instruction, as lines. An instruction with a body has several."""
+        """Lines of the instruction's text."""
         text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
         for literal, name in syntax_of(type(self)):
             value = getattr(self, name) if name else None
@@ -161,7 +158,6 @@ Body = tuple[Instruction, ...]
 
 
 def per_kind(function: Callable[Concatenate[type[Instruction], P], T]) -> Callable[Concatenate[type[Instruction], P], T]:
-    """Caches a function of an instruction class."""
     return cache(function)  # type: ignore[return-value]
 
 
@@ -180,14 +176,14 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """Splits `syntax` into pairs of a literal text and the field that follows the text, or "" at the end."""
+    """Splits `syntax` into pairs of literal text and the field after it, or "" at the end."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
 
 @per_kind
 def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
-    """Defaults of the optional fields. A field with its default is omitted from the text, together with the words before it."""
+    """Defaults of the optional fields."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
@@ -216,7 +212,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
-    """Renames buffers in the fields with one of the wanted roles. Returns the instruction itself if nothing changes."""
+    """Renames objects in the fields with a wanted role."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
@@ -225,7 +221,7 @@ def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Replaces names. `new` is keyed by the index of the name in the result of `names`."""
+    """Replaces names by their index in the result of `names`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -239,7 +235,7 @@ Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the inde
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream or event that a field with the role names, such as the event that is recorded. None if there is no such field."""
+    """The stream or event that a field with the role names, such as the event that is recorded, or None."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -248,7 +244,7 @@ def expressions(instruction: Instruction) -> list[Expr]:
 
 
 def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
-    """Applies `change` to each expression. Returns the instruction itself if nothing changes."""
+    """Applies `change` to each expression."""
     given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
     changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
     return replace(instruction, **changed) if changed else instruction
@@ -264,7 +260,7 @@ def bodies(instruction: Instruction) -> tuple[Body, ...]:
 
 
 def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
-    """Applies `change` to each body. Returns the instruction itself if nothing changes."""
+    """Applies `change` to each body. Returns the instruction itself if no body changes."""
     if not (names := _body_fields(type(instruction))):
         return instruction
     inner = {name: (body := getattr(instruction, name), change(body)) for name in names}
@@ -273,7 +269,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges bodies of consecutive instructions whose `of` is equal and not None. By default, merges `on` bodies of one mesh."""
+    """Merges consecutive instructions with equal `of`, unless None, by joining their bodies. By default, merges `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):
@@ -312,11 +308,8 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces instructions, given by their index in `walk`. If a replacement contains the old instruction, edits inside the old
-    instruction are applied too.
-
-    Raises KeyError for an edit that has no effect: its index is not in the body, or an enclosing instruction is replaced.
-    """
+    """Replaces instructions, given by their index in `walk`. A replacement may contain the old instruction, whose body is then edited too.
+    Raises KeyError for an edit that would have no effect."""
     walked = 0
 
     def after(body: Body) -> Body:
@@ -338,13 +331,13 @@ def edited(body: Body, edits: Edits) -> Body:
 
 
 def unless_same(body: Body, result: list[Instruction]) -> Body:
-    """Returns `body` itself if `result` consists of the same instructions."""
+    """`result` as a body, or `body` itself if its instructions are the same."""
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
-    """Removes definitions in fields with these roles that no instruction uses, until all remaining definitions are used."""
+    """Removes instructions that only define names with these roles, if no instruction uses the names."""
     while True:
         used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
         if "index" in roles:
@@ -360,19 +353,15 @@ def indices_in(i: Instruction) -> Iterator[str]:
     return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
 
 
-# The alias root of a view is the parameter or allocation whose memory the view names, possibly through other views. A `choose` view, which
-# has two sources, has several roots.
-
-
 class AliasRoots:
-    """Alias roots of the names that a walk has visited so far. If sibling bodies define a name twice, the last definition counts."""
+    """Alias roots of the names that a walk has visited so far: the parameters or allocations whose memory a view names. A `choose` may have
+    several. If sibling bodies define a name twice, the last definition counts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source
         self._roots: dict[str, tuple[str, ...]] = {}  # view -> all its roots
 
     def define(self, instruction: Instruction) -> None:
-        """Records the names that an instruction defines."""
         for name in names(instruction, "define"):
             self._sources.pop(name, None)
             self._roots.pop(name, None)
@@ -385,15 +374,14 @@ class AliasRoots:
         self._sources[name], self._roots[name] = source, self.all_of(source)
 
     def source(self, name: str) -> str | None:
-        """Source of a view; the first, if there are several. None for a parameter or an allocation."""
+        """First source of a view. None for a parameter or an allocation."""
         return self._sources.get(name)
 
     def of(self, name: str) -> str:
-        """Alias root of a name. If there are several, the first."""
+        """First alias root of a name."""
         while name in self._sources:
             name = self._sources[name]
         return name
 
     def all_of(self, name: str) -> tuple[str, ...]:
-        """All alias roots of a name."""
         return self._roots.get(name, (name,))

@@ -1,4 +1,4 @@
-"""Verifier of host programs. Each instruction has one rule, which raises ProgramError if the instruction is not valid."""
+"""Verifier of host programs, with one rule per kind of instruction."""
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -9,10 +9,7 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 
 
 def verify_host(program: ir.HostProgram) -> None:
-    """Verifies a host program.
-
-    Raises ProgramError for the first invalid instruction, with its text, the reason, and the remedy.
-    """
+    """Raises ProgramError for the first fault of a host program. If the fault is in an instruction, the message has its text."""
     checker = Checker(program, RULES)
     checker.header()
     for kernel in program.kernels:

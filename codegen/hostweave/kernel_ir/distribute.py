@@ -9,7 +9,7 @@ gets
     distribute: a block reduces an element
 
 because %x is contiguous along j: a thread block computes one element of the result. If %x is contiguous along i, a block reduces a tile of
-columns, with more threads if there are too few tiles for the multiprocessors of the machine.
+columns.
 """
 
 from dataclasses import replace
@@ -30,9 +30,9 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-SMALL = 32  # elements; one thread computes a reduction whose innermost dim has fewer elements
+SMALL = 32  # elements; one thread computes a reduction whose innermost dim is shorter
 TILE = 32  # columns in the tile of a block: hw::kTile
-TILE_THREADS, MAX_THREADS = 512, 1024  # threads in the block of a tile
+TILE_THREADS, MAX_THREADS = 512, 1024  # threads in the block of a tile, and if there are fewer tiles than multiprocessors
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
@@ -53,7 +53,9 @@ def _of_elements(loops: Loops) -> str:
     if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < SMALL):
         return BY_THREAD
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
-    if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):  # contiguous along the reduced dim
+    if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):
         return BY_BLOCK
-    in_tiles = loops.count.is_int and int(loops.count) % TILE == 0  # then no block reads a column that another block stores
+    in_tiles = (
+        loops.count.is_int and int(loops.count) % TILE == 0
+    )  # else the last tile would read columns of another block, which may overwrite its operand
     return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

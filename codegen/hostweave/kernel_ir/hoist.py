@@ -1,4 +1,4 @@
-"""Hoists values that do not change in the innermost loop out of this loop.
+"""Hoists values that do not change in the innermost loop.
 
     %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %r: f32[M] = reciprocal(%s); %y: f32[M, N] = %e * %r
 
@@ -6,9 +6,9 @@ gets
 
     outside: %s, %r
 
-A thread computes these values once per row. The thread also computes the reciprocal of a hoisted divisor once, so divisions are cheap. In a
-pointwise kernel, or if each element of a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a
-concat or pad is not hoisted, because a condition guards it.
+A thread computes these values once per row, and also the reciprocal of a hoisted f32 divisor. In a pointwise kernel, or if each element of
+a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a concat or pad is not hoisted, because a
+condition guards it.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from hostweave.types.machine import Machine
 
 
 def hoist(loops: Loops, machine: Machine) -> Loops:
-    """Lists the inputs and values that are computed outside of the innermost loop."""
+    """Chooses the inputs and values that are computed outside of the innermost loop."""
     if loops.takes_lanes:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))

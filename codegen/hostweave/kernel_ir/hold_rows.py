@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold a row in registers if several walks (loop nests) use the row, or if they can load the
-row before a reduction that precedes its use.
+"""Splits rows evenly over threads, which hold rows in registers. A row is held if several walks (loop nests) use it, or to load it before a
+reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -11,13 +11,12 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold few accesses, and some are of computed values or blocks are large, the C++ compiler must leave registers for several blocks
-per multiprocessor. Some blocks then load rows while another block waits for a reduction.
+If threads hold few accesses, the C++ compiler may have to leave registers for several blocks per multiprocessor. A block then loads rows
+while another block waits for a reduction.
 
 In a kernel that does an all-reduce, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
 
-A value that several walks use is computed once and held, if it is expensive or rounded. The rows from which it is computed then need not be
-held for later walks.
+A value that several walks use is computed once and held, if the value is expensive or rounded.
 """
 
 import itertools
@@ -33,17 +32,17 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # instead of ROW_THREADS, if threads hold computed values, which need more registers than 16-bit inputs
+MANY_THREADS = 1024  # instead of ROW_THREADS, if threads hold computed values, which need more registers
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
-LINE = 8  # preferred least number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
-BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
+LINE = 8  # preferred least number of threads that share a row, because 8 accesses of 16 bytes read 128 bytes
+BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
-RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
-FEW_HELD, FEW_INPUTS = 16, 12  # largest number of held accesses that counts as few: with computed values, and with inputs only
-LARGE = 256  # a block with at least this many threads is large: a few more registers per thread reduce the blocks per multiprocessor
-HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts twice if a vector of it takes two accesses
-LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that a block loads early without using them in several walks
+RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
+FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
+LARGE = 256  # threads of a large block, of which a few more registers per thread would let fewer run on a multiprocessor
+HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts once per access of a vector
+LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that are held only to load them early
 EXPENSIVE = 16  # least cost per element of an expensive value, in additions
 
 
@@ -57,7 +56,7 @@ def hold_rows(loops: Loops, machine: Machine) -> Loops:
 
 
 def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[tuple[str, ...]]:
-    """Combinations of rows to hold together with `values`, in order of preference."""
+    """Yields sets of rows to hold together with `values`, in order of preference."""
     reads, computed = [], set[str]()
     for walk in loops.walks:
         needed = _needed(loops, _roots(walk), computed)
@@ -72,8 +71,8 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that are expensive or rounded, and that several walks compute. A value that is only converted to a wider type is replaced by
-    the value before the conversion, which each walk can repeat."""
+    """Expensive or rounded values that several walks compute. A conversion to a wider type is replaced by its operand, because each walk
+    can repeat the conversion."""
     made = loops.kernel.made
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -95,8 +94,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes `computed`, and what only `computed`
-    needs."""
+    """`roots`, and the values of the innermost loop on which they depend, depth first. Does not go beyond values in `computed`."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -108,12 +106,12 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands that the op reads at the loop's indices. Excludes gathered operands, and operands that the op reads only for their size."""
+    """Operands that the op reads at the loop's indices."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """Splits each row over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into registers."""
+    """Splits each row over threads, which hold the rows of `held`, if that is possible."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
@@ -130,7 +128,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of known length evenly, or 0 if no number is possible."""
+    """Number of threads that share a row evenly, or 0. A thread holds `held` accesses for each of its accesses."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

@@ -22,14 +22,13 @@ from hostweave.types.tensor import BufferType, strides_of
 
 
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
-    """Builds the index space. `buffers` are the types of the inputs, then of the results.
-
-    Raises NotOneKernel if one kernel cannot compute the ops.
-    """
+    """Builds the index space. `buffers` are the types of the inputs, then of the results. Raises NotOneKernel."""
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
-    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims written only in part, by access
+    moved = {
+        stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates
+    }  # access -> dims of which only a part is written
     accesses = _accesses(kernel, space, memory, moved)
     order = list(space.sizes)
 
@@ -44,7 +43,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
-    """The loop dim of size 1 for a kernel that keeps no index. The strides of this dim are those of contiguous rows."""
+    """The loop dim of size 1 for a kernel that keeps no index, with the strides of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
@@ -54,7 +53,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
 def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Maps each access (see `Loops`) to the stride of each loop index in its offset."""
+    """Access (see `Loops`) -> loop index -> stride of the index in the offset."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (access, buffer) in zip(named, memory.items(), strict=True):
@@ -81,7 +80,7 @@ def _accesses(
 def _lanes(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Lane]:
-    """Size and stride of each dim over which no loop iterates, by access. Includes the dims of which an update writes only a part."""
+    """Size and stride of each dim over which no loop iterates, by access."""
 
     def lane(access: str, dim: int) -> Lane:
         return Lane(memory[access].shape[dim], strides_of(memory[access])[dim])

@@ -1,17 +1,7 @@
-"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision. The text shows all decisions:
+"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision:
 
-loops @normed {
-  keep i in M
-  reduce j in 4096
-  %x: bf16 at i * 4096 + j
-  %y stored: bf16 at i * 4096 + j
-  walk 0: reduce %mean_square
-  walk 1: store %y
-  distribute: a block shares a row, 128 threads
-  vectors of 8 along j
-  outside: %mean_square, %scale
-  hold %x
-}
+loops @normed { keep i in M reduce j in 4096 %x: bf16 at i * 4096 + j %y stored: bf16 at i * 4096 + j walk 0: reduce %mean_square walk 1:
+store %y distribute: a block shares a row, 128 threads vectors of 8 along j outside: %mean_square, %scale hold %x }
 """
 
 from __future__ import annotations
@@ -30,10 +20,9 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, DType, row_major
 
 ZERO, ONE = Size(0), Size()
-OUTERMOST = "outermost"  # symbol for the outermost size
+OUTERMOST = "outermost"  # symbol that replaces the outermost size
 
-# Distributions of the iterations over threads. "Element" means an element of the result, and "lane" all elements along the dim of
-# a `Lane`.
+# Distributions of the iterations over threads. An element is one of the result. A lane has all elements along the dim of a `Lane`.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -51,7 +40,8 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """Size and stride of a dim that no loop covers: an op reads or writes it at data-dependent indices, or needs whole rows of it."""
+    """Size and stride of a dim that no loop covers, because an op accesses it at data-dependent indices, or needs all its elements at
+    once."""
 
     size: Size
     stride: Size
@@ -63,13 +53,13 @@ class LoopDim:
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # position among the operands' dims; index letters follow this order
-    indices: tuple[str, ...] = ()  # indices of the index space that are merged into this loop
+    position: int = 0  # order of index letters
+    indices: tuple[str, ...] = ()  # indices of the index space that this loop merges
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One loop nest over the reduced dims, with the reductions that it accumulates and the results that it stores."""
+    """One loop nest over the reduced dims: the reductions that it computes, and the results that it stores."""
 
     reductions: tuple[Op, ...] = ()
     stores: tuple[str, ...] = ()
@@ -79,8 +69,8 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    An access is an input, a result in memory (see `stored`), or an index that an op computes (see `index_at`). The offset of an access is
-    a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
+    An access is an input, a result in memory (see `stored`), or an index (see `index_at`, and the name of an iota or argmax). The offset of
+    an access is a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
     """
 
     kernel: ir.Kernel
@@ -93,14 +83,14 @@ class Loops:
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
-    threads: int = 0  # threads of a block, or threads that share a row of known length; 0: any number
+    threads: int = 0  # threads of a block or, in BY_SHORT_ROW, of a row; 0: not chosen
     blocks: int = 1  # blocks of a cluster that share a row of known length
-    resident: int = 0  # blocks for which a multiprocessor must have registers; 0: any number
+    resident: int = 0  # number of blocks for which a multiprocessor must have registers; 0: not chosen
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
-    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides; their reciprocals are computed once
+    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
-    index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if the indices fit
+    index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if all indices of the launch fit
 
     # --- facts of the ops ---
 
@@ -122,17 +112,16 @@ class Loops:
 
     @property
     def sums_terms(self) -> bool:
-        """True if the kernel adds or gathers data that other ranks send."""
+        """True if the kernel begins with a collective."""
         return self.kernel.exchanges is not None
 
     @property
     def updates(self) -> bool:
-        """True if the kernel writes a part of its operand in place."""
+        """True if the kernel writes a part of an operand in place."""
         return any(OPS[op.kind].updates for op in self.kernel.ops)
 
     @property
     def calls_lanes(self) -> bool:
-        """True if the kernel gathers or scatters with data-dependent indices."""
         return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     def dtype(self, name: str) -> DType:
@@ -144,7 +133,7 @@ class Loops:
         return self.dtype(name).kind == "float" and self.dtype(name).itemsize <= 4
 
     def is_rounded(self, value: str) -> bool:
-        """True if the value is a cast to a float of at most 16 bits. Results of other ops of that dtype stay in f32 until the store."""
+        """True if the value is a cast to a float of at most 16 bits. Results of other ops stay in f32 until the store."""
         op = next(op for op in self.kernel.ops if op.result.name == value)
         return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
 
@@ -165,8 +154,7 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose in tiles, or "". This result is contiguous along the first dim. All other accesses are
-        contiguous or constant along the last dim."""
+        """The result that is contiguous along the first dim if blocks transpose tiles, otherwise ""."""
         return next(access for access in self.stores if self.stride(access, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
@@ -190,7 +178,8 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For ops on lanes, size of an input lane, or of a result lane if threads share it."""
+        """Size of the innermost reduced dim, or None. For ops on lanes, size of the lane of an input, or of the result if threads share a
+        lane."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size
@@ -200,7 +189,7 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Rewrites a multiple of the outermost size as a multiple of the parameter OUTERMOST. Returns other sizes unchanged."""
+        """Rewrites a multiple of the outermost size by OUTERMOST. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
@@ -209,8 +198,8 @@ class Loops:
         return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that must be multiples of the vector width: the size of the vectorised dim, bounds of a concat's operands along this dim,
-        and strides of other dims."""
+        """Sizes that must be multiples of the vector width: of the vectorised dim, bounds of a concat's operands along this dim, and
+        strides of other dims and of lanes."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [lane.stride for access, lane in self.lanes.items() if access in self.packed]
@@ -219,7 +208,7 @@ class Loops:
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
 
     def taken_apart(self) -> list[int]:
-        """Positions of the kept dims whose indices must be computed from the linear index, because an offset depends on them."""
+        """Positions of the kept dims whose indices must be computed from the linear index."""
         if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
         scattered = [access for access in self.accesses if not self.is_linear(access)]
@@ -228,15 +217,15 @@ class Loops:
     # --- scopes ---
 
     def moves_inside(self, op: Op) -> bool:
-        """True if the index at which an op reads its operand differs between iterations of the innermost loop."""
+        """True if the position at which an op gathers differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        # an operand of a concat or pad is read only under the condition that guards it
+        # an operand of a concat or pad is read only under a condition
         if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
             return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
-        """True if a value with these indices differs between iterations of the innermost loop, which may be the loop over a vector."""
+        """True if a value with these indices differs between iterations of the innermost loop."""
         if self.reduced and not self.has_wide_totals:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)
@@ -244,7 +233,7 @@ class Loops:
     # --- text ---
 
     def letters(self) -> dict[LoopDim, str]:
-        """Index letter of each dim, in the order of the operands' dims."""
+        """Index letter of each dim."""
         order = sorted(self.dims, key=lambda dim: dim.position)
         letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
         return dict(zip(order, letters, strict=False))
@@ -288,7 +277,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
-    """Merges adjacent dims over which one loop with one stride per access can iterate. Removes dims of size 1."""
+    """Merges adjacent dims that one loop with one stride per access can cover. Removes dims of size 1."""
     result: list[LoopDim] = []
     for dim in dims:
         if dim.size == ONE:
@@ -301,7 +290,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Access of a result in memory, as a key of maps such as `Loops.memory`. The name of the result alone is the value before the store."""
+    """Name of the access of a result in memory. The name of the result alone is the value before the store."""
     return f"{result} stored"
 
 
@@ -311,5 +300,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Access of an index that determines which element an op reads, as a key of the same maps as `stored`."""
+    """Name of the access of an index that decides which element an op reads."""
     return f"{op.result.name} {dim}"

@@ -1,4 +1,4 @@
-"""Chooses the integer type of linear element indices. 32 bits are used if all indices fit, because division is then faster.
+"""Chooses the integer type of linear element indices. 32 bits are used if all indices fit, because their division is faster.
 
     keep i in M, j in 63
 
@@ -6,8 +6,8 @@ gets
 
     number elements by Index
 
-`Index` has 32 or 64 bits, as the sizes of a launch require. The type matters only if a kernel decomposes the linear index into the indices
-of dims.
+`Index` has 32 or 64 bits, as the sizes of a launch require. The type matters only if a kernel computes indices of dims from the linear
+index.
 """
 
 from dataclasses import replace
@@ -19,7 +19,6 @@ SHORT = 1 << 30  # largest number of elements for which hw::fits_int32 is true
 
 
 def number_elements(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the type of linear element indices."""
     if loops.distribution != BY_THREAD or not loops.taken_apart():
         return loops
     count = loops.count

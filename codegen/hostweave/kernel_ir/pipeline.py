@@ -1,4 +1,4 @@
-"""All passes from a kernel to its loops, in order. Each pass is a function, in a file of the same name."""
+"""The passes from a kernel to its loops, in order. Each pass is a function in a file with the same name."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,10 +31,8 @@ PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (
 
 
 def stages(kernel: ir.Kernel, buffers: Sequence[BufferType], machine: Machine) -> list[tuple[str, Loops]]:
-    """The loops after each pass that changes them, with the pass's name.
-
-    `buffers` are the types of the kernel's inputs, then of its results. Raises ProgramError if one kernel cannot compute the ops.
-    """
+    """The index space, then the loops after each pass that changes them, each with the name of the pass. `buffers` are the types of the
+    kernel's inputs, then of its results."""
     try:
         found = [(index_space.__name__, index_space(kernel, buffers))]
     except NotOneKernel as reason:

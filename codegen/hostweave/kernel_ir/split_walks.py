@@ -1,4 +1,5 @@
-"""Splits the loops over reduced dims into walks. Each walk is a loop nest for the reductions that depend only on earlier walks.
+"""Splits the loops over reduced dims into walks. Each walk is a loop nest for the reductions that depend only on reductions of earlier
+walks.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
@@ -8,8 +9,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results that have all dims are stored in an additional last walk. If there is only one walk, and the results do not depend on its
-reductions, this walk stores the results. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
+Results that have all dims are stored in an additional last walk, or in the only walk if they do not depend on its reductions. Values that
+several walks need are computed in each of these walks.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from hostweave.types.machine import Machine
 
 
 def split_walks(loops: Loops, machine: Machine) -> Loops:
-    """Lists the walks over the reduced dims. A kernel without reductions has none."""
+    """Chooses the walks over the reduced dims."""
     if not loops.reduced:
         return loops
     space, ops = loops.space, loops.kernel.ops
@@ -42,7 +43,7 @@ def split_walks(loops: Loops, machine: Machine) -> Loops:
 
 
 def _leads_to(ops: Sequence[Op]) -> dict[str, set[str]]:
-    """For each op's result, all values on which it depends."""
+    """Result of an op -> all values on which it depends."""
     found: dict[str, set[str]] = {}
     for op in ops:
         found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))

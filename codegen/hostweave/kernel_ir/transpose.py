@@ -1,4 +1,4 @@
-"""Lets blocks transpose tiles in shared memory, if a result and its operands are contiguous along different dims.
+"""Lets blocks transpose tiles in shared memory, if a result and an operand are contiguous along different dims.
 
     keep i in M, j in 4096
     %x: bf16 at i * 4096 + j
@@ -8,8 +8,8 @@ gets
 
     distribute: a block transposes a tile
 
-With tiles, reads and writes of global memory can be vectorised. The pass orders the dims of `keep`: the result is contiguous along the
-first dim, and each operand is contiguous or constant along the last dim.
+With tiles, reads and writes of global memory are contiguous. The pass orders the dims of `keep`: one result is contiguous along the first
+dim, and all other accesses are contiguous or constant along the last dim.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ BYTES = 4  # largest element, in bytes, for which tiles fit into shared memory
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
-    """Chooses tiles for a kernel over two dims if one result is contiguous along one dim, and its operands along the other dim."""
+    """Chooses tiles for a kernel over two dims."""
     others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
@@ -32,7 +32,7 @@ def transpose(loops: Loops, machine: Machine) -> Loops:
 
 
 def _writes_across(loops: Loops) -> bool:
-    """True if one result is contiguous along the first dim, and all other accesses are contiguous or constant along the last dim."""
+    """True if the order of dims is as described above."""
     strides = {access: tuple(loops.stride(access, dim) for dim in loops.kept) for access in loops.memory}
     across = [access for access, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
     others = [both for access, both in strides.items() if access not in across]

@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # value of every symbol when bounds of a slice are compared
+LARGE = 720720 << 20  # value of every symbol when bounds of a slice are compared; divisible by all numbers up to 16
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """Part of x that the keys select. A key is a slice with a positive step, an int (drops its dim), `None` (adds a dim) or `...`.
 
-    A slice must be within its dim. If the size is symbolic, each call of the program checks that the slice fits.
-
-    Raises ProgramError for other keys, and for slices that exceed a dim.
+    A slice must be within its dim, and must not be empty. If the size is symbolic, each call of the program checks that the slice fits.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
@@ -37,7 +35,7 @@ def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
 
 
 def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]:
-    """Expands `...` and missing keys, so that there is one key per dim, and None for each new dim."""
+    """Expands `...` and missing keys: one key per dim, and None for each new dim."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
             raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
@@ -53,7 +51,7 @@ def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]
 
 
 def _instead_of(key: Any) -> str:
-    """Remedy for a key that is an array."""
+    """Remedy for a key that is neither an int, a slice, None nor `...`."""
     kind = getattr(getattr(key, "dtype", None), "kind", "")
     if kind == "bool":
         return "choose by values with hw.where(condition, x, 0)"
@@ -87,7 +85,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
-    least, most, size = map(_if_large, (start, stop, whole))  # numbers that can be compared, for large values of the symbols
+    least, most, size = map(_if_large, (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"is out of range; stay between 0 and {whole}")
     if least >= most:
@@ -101,7 +99,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are LARGE. The value may be a fraction: only calls check divisibility."""
+    """Value of a size if all its symbols are LARGE. May be a fraction, because only calls check divisibility."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):
@@ -112,7 +110,7 @@ def _if_large(size: Size) -> Fraction:
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
-    """Number of indices from start to stop. Symbolic lengths must be divisible by the step."""
+    """Number of indices from start to stop. The step must divide a symbolic length."""
     length = stop - start
     if length.is_int:
         return Size(-(-int(length) // step))

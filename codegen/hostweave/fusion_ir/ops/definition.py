@@ -1,4 +1,4 @@
-"""Definition of the entries of the op table, and helpers that several entries use."""
+"""The class of the op table's entries, and helpers that several entries use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "
 
 
 class Mismatch(Exception):
-    """The operands of an op are not valid. `infer_type` catches this error, and raises a ProgramError with the op and its location."""
+    """The operands or attributes of an op are not valid. Callers raise a ProgramError with the op and its location instead."""
 
 
 @dataclass(frozen=True)
 class Combine:
     """Combining function of a reduction in C++: a functor, and the equivalent operator `sign` if there is one.
 
-    `total` is the name of the accumulator, and `starts` its initial values for floats, ints and uints. If `identity` is False, the
-    reduction has no identity element, and must reduce at least one element.
+    `total` is the name of the accumulator, and `starts` has initial values for floats, ints and uints. If `identity` is False, the
+    reduction needs at least one element.
     """
 
     total: str
@@ -36,7 +36,7 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
-    is_mean: bool = False  # the total is divided by the number of elements, or by the attribute `count`
+    is_mean: bool = False  # the total is divided by the attribute `count`, by default the number of elements
 
 
 @dataclass(frozen=True)
@@ -54,46 +54,47 @@ class OpDef:
     map: Indices
     numpy: Callable[..., Any]
     attributes: tuple[Attribute[Any], ...] = ()
-    target: str = ""  # property of the result type that the user states: shape, dtype, type (both) or sharding
+    target: str = ""  # property of the result type that the op states: shape, dtype, type (shape and dtype) or sharding
 
-    # C++ for one element: operands {0}, {1}, ..., literals such as {T:0.5} in the compute type, and C library functions such as {std:exp}.
+    # C++ for one element, with operands {0}, {1}, ..., literals such as {T:0.5} in the compute type, and C library functions such as
+    # {std:exp}
     cpp: str = ""
-    fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
+    fast: tuple[str, str] | None = None  # text in `cpp`, and faster C++ that suffices for results of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints and bools, if it differs
-    prepared: str = ""  # C++ type that precomputes the work on an f32 last operand, once for all elements that share the operand
+    prepared: str = ""  # C++ type that prepares an f32 last operand once, for all elements that share the operand
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
-    lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
-    parts_lanes: bool = False  # threads that process a row need no synchronisation, because each computes separate elements
+    lane: str = ""  # C++ function that processes all elements along one dim; such an op is a separate kernel
+    parts_lanes: bool = False  # threads that process a row together write separate elements, so they need no synchronisation
     in_clusters: bool = False  # a cluster of thread blocks may process several rows together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place
-    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # start of each operand in the result, by dim
+    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # for each operand, its start along dims of the result
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction
-    locates: bool = False  # the reduction returns a position, so it is not the identity on one element
+    locates: bool = False  # the reduction returns a position, not a value
 
     # Shardings follow from the index map and the following fields.
     partial: str = ""  # reduction that combines the ranks' results if a reduced dim is sharded; "": a rank needs the whole dim
-    linear: str = ""  # the op is linear in its first operand (first), in each operand (factors), or in all operands together (terms)
-    is_exact: bool = False  # a partial sum is not rounded: at most one term is not zero, or the op itself adds in the result's dtype
-    last_is_first: bool = False  # for shardings, the last operand takes precedence
-    # types of the result and operands, if they are stated: by a called function, a user kernel, or the user
+    linear: str = ""  # the op is linear in its first operand (first), in each single operand (factors), or in all operands together (terms)
+    is_exact: bool = False  # a partial sum loses no precision: at most one term is not zero, or the op itself adds in the result's dtype
+    last_is_first: bool = False  # if operands' shardings conflict, the last operand takes precedence
+    # types of the result and operands, for an op whose shardings are stated, such as a call
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None
     # mesh axes of each result dim, if the index map cannot express them
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = None
-    adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of reduced dims, if the index map does not express them
-    follows_index: bool = False  # elements depend only on their index, so each rank computes its shard
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that scores are summed over, before scaling and softmax
-    whole: str = ""  # participle that says what the op does to a dim that it needs completely
+    adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims that are summed over but have no label
+    follows_index: bool = False  # an op without operands whose elements depend only on their index, so that each rank computes its shard
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims that scores are summed over, before the softmax
+    whole: str = ""  # participle for messages: "joined", if the op needs a dim completely because it joins along the dim
 
     is_view: bool = False  # pointer arithmetic on local data, without a kernel or call
     cuts: bool = False  # a view of some of the elements
     counts: bool = False  # uses only the size of its second operand, not the elements
-    is_reshard_step: bool = False  # one communication or local slice, which the attributes determine
+    is_reshard_step: bool = False  # one communication or local slice
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
     is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
-    makes: str = ""  # for an op that only moves elements, word in the name of its result: "transposed", as in `x_transposed`
+    makes: str = ""  # for an op that only moves elements, a word for the name of its result: "transposed", as in `x_transposed`
     written: str = ""  # Python operator: `a + b`
     is_public: bool = False  # the public function of this op is generated from this entry
 
@@ -110,13 +111,11 @@ class OpDef:
         return tuple((name, spec or "") for _, name, spec, _ in Formatter().parse(cpp) if name is not None)
 
     def stated_type(self, shape: Callable[[], tuple[int, ...]], dtype: object) -> dict[str, Any]:
-        """Keyword arguments of `numpy` for properties of the result type that the user states."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
 
 
 def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
-    """Attributes of an op as arguments of `numpy`, with sizes as ints."""
     return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
@@ -157,7 +156,6 @@ def _aligned(types: Types) -> str:
 
 
 def unsharded(type: TensorType | BufferType) -> TensorType:
-    """Tensor type of this dtype and shape, without sharding."""
     return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
 
 
@@ -185,5 +183,5 @@ def elementwise(types: Types, op: Op) -> IndexMap:
 
 
 def opaque(types: Types, op: Op) -> IndexMap:
-    """Index map of an op whose dims are all unrelated, so that none can be sharded or chunked."""
+    """Index map of an op whose dims are all unrelated."""
     return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))

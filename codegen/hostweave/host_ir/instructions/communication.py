@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. The buffers that an instruction sends or receives are contiguous and have one dtype."""
+"""Communication instructions of the host IR. All buffers that an instruction sends or receives must be contiguous, and have one dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,18 +17,18 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. Sends the buffers that it reads, and receives those that it writes.
-    LaunchExchange sends only its first src."""
+    """Moves data between the ranks of a channel's process group. Sends the buffers that it reads, and receives the buffers that it writes,
+    except that LaunchExchange sends only its first src."""
 
     channel: str
-    blocks: ClassVar[str] = ""  # field of the buffer that has one block per rank; the other buffer has one block
+    blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
 
 
 class Collective(Communication):
     """A communication that all ranks of the process group issue, in the same order.
 
-    If `sent_along` or `received_along` names a dim, the blocks are the ranks' shards of that dim, stored contiguously. The last blocks may
-    be short or empty. Otherwise all blocks are equal, except that ranks of a CollectivePermute may send different numbers of elements.
+    If `sent_along` or `received_along` names a dim, the blocks are the ranks' shards of this dim, stored one after another. The last blocks
+    may be short or empty. Otherwise, all blocks have equal sizes, except in a CollectivePermute.
     """
 
     posts = "collective"
@@ -42,7 +42,6 @@ class Collective(Communication):
 
     @property
     def may_differ(self) -> bool:
-        """True if ranks may send different numbers of elements."""
         return self.is_shared
 
 
@@ -65,7 +64,8 @@ class PointToPoint(Communication):
 
 
 class Routed(PointToPoint):
-    """Sends or receives blocks by routes, as one group. `count` is a number of equal blocks, or the `Cut` of each dim."""
+    """Sends or receives blocks of a buffer by routes, as one group. The buffer has `count` equal blocks, or packed blocks with these
+    cuts."""
 
     count: int | Cuts
     routes: Routes
@@ -99,10 +99,10 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with an all_reduce, reduce_scatter or all_gather of its first input. Other buffers stay on the rank.
+    """Launches a kernel that begins with a collective of its first input. Other buffers stay on the rank.
 
-    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the result:
-    the term of an all_reduce, one block of a reduce_scatter, or all blocks of an all_gather. Blocks are equal and consecutive.
+    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the
+    collective's result. Blocks are equal and consecutive.
     """
 
     kind: ClassVar[str] = ""  # the kernel's first op
@@ -155,10 +155,7 @@ class Broadcast(FromTo):
 
 @dataclass(frozen=True)
 class BroadcastToOthers(FromTo):
-    """On every rank except the root, dst = the src of the root.
-
-    The root needs no dst. Other ranks need no src.
-    """
+    """On every rank except the root, dst = the src of the root. The root has no dst, and other ranks need no src."""
 
     root: Expr
     channel: str
@@ -181,7 +178,7 @@ class Reduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class Gather(FromTo):
-    """On the root, dst has the src of every rank, in process group order. Other ranks do not write dst. Posted as sends and recvs."""
+    """On the root, dst = the src of every rank, in process group order. Other ranks do not write dst. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -206,7 +203,7 @@ class Scatter(FromTo):
 
 @dataclass(frozen=True)
 class AllToAll(FromTo):
-    """Sends block i of src to rank i of the process group, and receives block i of dst from it. Posted as sends and recvs."""
+    """Sends block i of src to rank i of the process group, and receives block i of dst from rank i. Posted as sends and recvs."""
 
     channel: str
     sent_along: int | None = None
@@ -220,7 +217,7 @@ class AllToAll(FromTo):
 class CollectivePermute(FromTo):
     """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros.
 
-    Each rank sends to at most one rank, which may be itself. Posted as a send and a recv.
+    Each rank sends to at most one rank, possibly itself. Posted as a send and a recv.
     """
 
     sources: Sources
@@ -239,7 +236,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends once every rank of the process group has reached the barrier. Done by an all_reduce of one element."""
+    """Ends once every rank of the process group has reached the barrier. Posted as an all_reduce of one element."""
 
     token: Update
     channel: str
@@ -249,7 +246,7 @@ class Barrier(Reduction):
 
 @dataclass(frozen=True)
 class Send(PointToPoint):
-    """Sends src. Matches a recv on `peer`, an index in the process group."""
+    """Sends src to `peer`, an index in the process group. Matches a recv of the peer."""
 
     src: Read
     peer: Expr
@@ -269,10 +266,9 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Sends those blocks of src whose routes begin at this rank. Posted as a group.
+    """Sends the blocks of src whose routes begin at this rank. Posted as a group.
 
-    The blocks are contiguous in src: `count` equal blocks, or the blocks of a packed tensor. A send_blocks matches the recv_blocks with the
-    same routes. Several pairs with the same routes match in order.
+    Matches the recv_blocks with the same routes. Several pairs with the same routes match in order.
     """
 
     src: Read
@@ -285,7 +281,7 @@ class SendBlocks(Routed):
 
 @dataclass(frozen=True)
 class RecvBlocks(Routed):
-    """Receives those blocks of dst whose routes end at this rank. The blocks are contiguous in dst. Posted as a group."""
+    """Receives the blocks of dst whose routes end at this rank. Posted as a group."""
 
     dst: Write
     count: int | Cuts

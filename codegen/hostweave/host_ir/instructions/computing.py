@@ -26,11 +26,8 @@ class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference: the written values, given a rank's sizes and the values of the buffers that it reads. Floats of at most 16 bits
-        are given as f32.
-
-        Not defined for a launch, which is computed from the ops of its kernel.
-        """
+        """NumPy reference: the written values, given a rank's sizes and the values that it reads. Floats of at most 16 bits are given as
+        f32. Not defined for launches."""
         raise NotImplementedError
 
 
@@ -38,12 +35,12 @@ class Compute(Instruction):
 class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Lowered to cublasLtMatmul with an epilogue.
 
-    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has dst's type, and may be dst. The bias has one
-    element per column of dst. There is at most one `accumulate` and one bias.
+    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and
+    layout, and may be dst. `bias` has at most one buffer, with one element per column of dst.
 
-    If a and b are 8-bit floats, they have f32 `scales`. a is then [M, K] with contiguous rows, and b is [K, N] with contiguous columns. The
-    scales of a are [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each scale multiplies one block of a. The same rules hold for b. The
-    verifier checks that scales of blocks have the layout that cuBLASLt requires.
+    If a and b are 8-bit floats, `scales` has the f32 scales of a and of b. a is then [M, K] with contiguous rows, and b is [K, N] with
+    contiguous columns. Each scale multiplies one block of its operand. Shapes of scales are those of `hw.scaled_matmul`, and layouts are
+    those that cuBLASLt requires.
     """
 
     a: Read
@@ -55,7 +52,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS, or ""
     scales: Reads = ()  # scales of a and of b
-    rest: tuple[int, ...] = ()  # parts of k, m and n that other matmuls compute, so that this matmul is aligned
+    rest: tuple[int, ...] = ()  # parts of k, m and n that other matmuls compute, to keep this matmul aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
@@ -74,9 +71,9 @@ class Matmul(Compute):
 class Grouped(Compute):
     """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
-    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of the operands' first row. Rows of a
-    group that the operands lack are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32; dst may be f32. In x and
-    dst, the elements of a row must be contiguous.
+    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of this rank's first row, by default 0.
+    Rows of other ranks are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32; dst may be f32. In x and dst, the
+    elements of a row must be contiguous.
     """
 
     x: Read
@@ -88,7 +85,7 @@ class Grouped(Compute):
     is_outer: ClassVar[bool] = False
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        first = self.first.value if isinstance(self.first, Const) else 0  # a constant once the instruction is executed
+        first = self.first.value if isinstance(self.first, Const) else 0  # a constant when the check executes the instruction
         x, other, starts, ends = reads
         return ((grouped.summed if self.is_outer else grouped.multiplied)(np, x, other, starts, ends, first),)
 
@@ -96,27 +93,22 @@ class Grouped(Compute):
 @dataclass(frozen=True)
 class GroupedMatmul(Grouped):
     """Multiplies each group of rows of x [T, K] by a separate matrix of `other` [E, K, N]: dst [T, N]. Rows outside of all groups are
-    zeros.
-
-    Either the rows or the columns of each matrix must be contiguous.
-    """
+    zeros. The rows or the columns of the matrices must be contiguous."""
 
     syntax = "grouped_matmul %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
 
 
 @dataclass(frozen=True)
 class GroupedOuter(Grouped):
-    """For each group, multiplies the transposed rows of x [T, K] by the rows of `other` [T, N]: dst [E, K, N].
-
-    The products of empty groups are zeros. The elements of a row of `other` must also be contiguous.
-    """
+    """For each group, multiplies the transposed rows of x [T, K] by the rows of `other` [T, N]: dst [E, K, N]. Products of empty groups are
+    zeros. The elements of a row of `other` must also be contiguous."""
 
     syntax = "grouped_outer %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
     is_outer = True
 
 
 class _Masked(Compute):
-    """Masks of attention and of its backward pass."""
+    """Attention or its backward pass: the masks."""
 
     scale: float
     diagonal: Expr | None
@@ -133,14 +125,14 @@ class _Masked(Compute):
 
     @property
     def masked_by(self) -> dict[str, str]:
-        """Buffers that mask the scores, by field, in the order in which they are read."""
+        """Field -> buffer of a mask, in the order of reads."""
         masks = {"lengths": self.lengths, "bias": self.bias, "offsets": self.offsets}
         return {word: name for word, names in masks.items() for name in names}
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
-        """Splits the values that were read into operands and masks."""
+        """Splits the values of reads into operands and masks."""
         count = len(reads) - len(self.masked_by)
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # a constant once the instruction is executed
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # a constant when the check executes the instruction
         masks = dict(zip(self.masked_by, reads[count:], strict=True))
         return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 
@@ -152,17 +144,17 @@ class Attention(_Masked):
 
     Query head h uses key head h / (H / G). The masks are:
 
-    - `diagonal`: row i sees columns up to i + diagonal. With `window`, the row sees only the last `window` of these columns.
-    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the last row sees all valid columns.
+    - `diagonal`: row i sees columns up to i + diagonal. With `window`, row i sees only the last `window` of these columns.
+    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the diagonal is relative to this number.
     - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
-    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of the
-      same sequence.
+    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last sequence. Rows see only columns of
+      the same sequence.
 
     `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. In all other buffers, the elements of a row must be contiguous.
 
     Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees no column has result 0,
-    and an lse below -1e30. `kernels` names a library of CUDA kernels of this package, such as `bf16_64` for heads of up to 64 elements. f32
-    always needs this library. f16 and bf16 need it in cases that cuDNN does not support.
+    and an lse below -1e30. `kernels` names a library of kernels of this package, such as `bf16_64` for heads of up to 64 elements. CUDA
+    uses these kernels where cuDNN does not support the op.
     """
 
     q: Read
@@ -194,7 +186,7 @@ class Attention(_Masked):
 class AttentionBackward(_Masked):
     """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention.
 
-    `dbias` receives the gradient of the bias, summed over dims that the bias lacks or that have size 1.
+    `dbias` receives the gradient of the bias, summed over the dims along which the bias broadcasts.
     """
 
     q: Read
@@ -228,7 +220,7 @@ class AttentionBackward(_Masked):
 
 @dataclass(frozen=True)
 class Launch(Compute):
-    """Launches a kernel of the program, or a kernel that the user wrote. The buffers of a user kernel must be contiguous."""
+    """Launches a generated kernel, or a user kernel, whose buffers must be contiguous."""
 
     kernel: Launched
     srcs: Reads
@@ -238,7 +230,7 @@ class Launch(Compute):
 
 @dataclass(frozen=True)
 class Copy(Compute):
-    """dst = src. Both have the same shape and dtype. The strides are arbitrary."""
+    """dst = src. The two buffers have the same shape and dtype, and any strides."""
 
     src: Read
     dst: Write
@@ -252,7 +244,7 @@ class Copy(Compute):
 
 @dataclass(frozen=True)
 class Pack(Compute):
-    """Writes the blocks of src to dst, one after another in row-major order. The elements of a block are row-major too."""
+    """Writes the blocks of src to dst, one after another. Blocks, and the elements of a block, are in row-major order."""
 
     src: Read
     dst: Write
@@ -276,7 +268,7 @@ class Pack(Compute):
 
 @dataclass(frozen=True)
 class Unpack(Pack):
-    """Inverse of pack: src has the packed blocks of the tensor dst."""
+    """Inverse of Pack: src has the packed blocks of the tensor dst."""
 
     syntax = "unpack %{src} -> %{dst} in {cuts}"
 
@@ -286,7 +278,7 @@ class Unpack(Pack):
 
 @dataclass(frozen=True)
 class Fill(Compute):
-    """Sets every element of dst to `value`, which the dtype must be able to represent."""
+    """Sets every element of dst to `value`."""
 
     dst: Write
     value: int | float

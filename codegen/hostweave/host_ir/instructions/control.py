@@ -20,7 +20,7 @@ class OnStream(Instruction):
 
 @dataclass(frozen=True)
 class Fork(Instruction):
-    """The streams of the pool wait for the caller's stream."""
+    """Makes the streams of the pool wait for the caller's stream."""
 
     stream: Forked
     first: int | None = None  # number of streams that wait, from index 0; None: all
@@ -30,7 +30,7 @@ class Fork(Instruction):
 
 @dataclass(frozen=True)
 class Join(Instruction):
-    """The caller's stream waits for the streams of the pool, or for the first `first` of them."""
+    """Makes the caller's stream wait for the streams of the pool."""
 
     stream: Joined
     first: int | None = None
@@ -50,7 +50,7 @@ class Record(Instruction):
 
 @dataclass(frozen=True)
 class Wait(Instruction):
-    """Makes the current stream wait for the event's latest record in this call (cudaStreamWaitEvent)."""
+    """Makes the current stream wait for the latest record of the event in this call (cudaStreamWaitEvent)."""
 
     event: Awaited
     index: Expr
@@ -60,7 +60,7 @@ class Wait(Instruction):
 
 @dataclass(frozen=True)
 class Mark(Instruction):
-    """Records the time at which the current stream reaches the mark. Only programs that are being measured have marks."""
+    """Records the time at which the current stream reaches the mark. Only `Program.timeline` builds programs with marks."""
 
     syntax = "mark"
     orders = True
@@ -101,7 +101,7 @@ class If(Instruction):
 
 @dataclass(frozen=True)
 class Call(Instruction):
-    """Runs a function of the program on the caller's stream. Streams of the function fork from this stream, and join it."""
+    """Runs a function of the program on the caller's stream."""
 
     function: Called
     srcs: Reads
@@ -111,8 +111,8 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body only on the ranks of a mesh. Coordinates in the body are along the axes of this mesh. Allocations in the body stay in
-    scope after the body."""
+    """Runs the body only on the ranks of a mesh. Coordinates in the body are along the axes of this mesh. Allocations stay in scope after
+    the body."""
 
     mesh: Mesh
     body: Body

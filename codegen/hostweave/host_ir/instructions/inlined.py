@@ -1,7 +1,5 @@
-"""Instructions that only inlined programs have: views of donated arguments with their contents before and after a call.
-
-Only the check creates and reads these instructions. The parser and the emitter do not support them.
-"""
+"""Instructions that only inlined programs have, for the check: views of donated arguments with their contents before and after a call. They
+have no text to parse and no C++."""
 
 from dataclasses import dataclass
 
@@ -20,22 +18,22 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read through
-    this view."""
+    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read by this
+    view."""
 
     syntax = "%{out} = as_given %{src}"
 
 
 @dataclass(frozen=True)
 class TakeOver(_Parameter):
-    """A result of the call, in the memory of a donated argument, with the contents that the call writes."""
+    """A result of the call in the memory of a donated argument: the contents that the call writes."""
 
     syntax = "%{out} = take_over %{src}"
 
 
 @dataclass(frozen=True)
 class Returned(Instruction):
-    """The end of a call, at which the whole result must have been written."""
+    """The end of a call: the whole result must have been written."""
 
     src: Read
     syntax = "returned %{src}"

@@ -1,4 +1,4 @@
-"""Instructions of the host IR that allocate memory, or name a view of it."""
+"""Instructions of the host IR that allocate or free memory, or name a view of memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hostweave.types.tensor import BufferType, row_major, strided, strides_of
 
 @dataclass(frozen=True)
 class Allocate(Instruction):
-    """Allocates a temporary of a call in the arena, the memory of all temporaries."""
+    """Allocates a temporary in the arena, the memory of all temporaries of a call."""
 
     out: Allocated
     type: BufferType
@@ -39,17 +39,14 @@ class Deallocate(Instruction):
 
 @dataclass(frozen=True)
 class View(Instruction):
-    """A view of elements of a buffer. Costs at most pointer arithmetic."""
+    """A view of elements of a buffer, or of one of two buffers."""
 
     out: Viewed
     src: Alias
     calls = False
 
     def type_of(self, source: BufferType) -> BufferType:
-        """Type of the view.
-
-        Raises ValueError if the source has no such view.
-        """
+        """Type of the view. Raises ValueError if the source has no such view."""
         raise NotImplementedError
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
@@ -84,7 +81,7 @@ class PartialView(View):
 
 @dataclass(frozen=True)
 class Select(PartialView):
-    """The source at one index of a dim. The view lacks the dim. Costs pointer arithmetic."""
+    """The source at one index of a dim. The view lacks the dim."""
 
     dim: int
     index: Expr
@@ -104,7 +101,7 @@ class Select(PartialView):
 
 @dataclass(frozen=True)
 class Chunk(View):
-    """Chunk `index` of `count` equal chunks of a dim. Costs pointer arithmetic."""
+    """Chunk `index` of `count` equal chunks of a dim."""
 
     dim: int
     index: Expr
@@ -132,7 +129,7 @@ class Chunk(View):
 
 @dataclass(frozen=True)
 class Slice(PartialView):
-    """`size` consecutive indices of a dim, starting at `start`. Costs pointer arithmetic."""
+    """`size` consecutive indices of a dim, starting at `start`."""
 
     dim: int
     size: Size
@@ -149,7 +146,7 @@ class Slice(PartialView):
 
 @dataclass(frozen=True)
 class Strided(Slice):
-    """`size` indices of a dim, starting at `start`, with distance `step`. Costs pointer arithmetic."""
+    """`size` indices of a dim, starting at `start`, with distance `step`."""
 
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
@@ -167,7 +164,7 @@ class Strided(Slice):
 
 @dataclass(frozen=True)
 class Reshape(View):
-    """The same elements in the same order, with another shape. Emits no code."""
+    """The same elements in the same order, with another shape."""
 
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
@@ -179,7 +176,7 @@ class Reshape(View):
 
 @dataclass(frozen=True)
 class Permute(View):
-    """Dim i of the result is dim `order[i]` of the source. Emits no code."""
+    """The same elements, with other order of dims: dim i is dim `order[i]` of the source."""
 
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
@@ -194,7 +191,7 @@ class Permute(View):
 
 @dataclass(frozen=True)
 class Choose(View):
-    """`src` if the condition is true, otherwise `other`, which has the same type. Costs a pointer selection."""
+    """`src` if the condition is true, otherwise `other`, which has the same type."""
 
     condition: Expr
     other: Alias
@@ -214,16 +211,12 @@ class Choose(View):
 
 
 def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
-    """Replaces the value of one dim."""
     return (*values[:dim], value, *values[dim + 1 :])
 
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements with another shape. Dims that are merged must be contiguous.
-
-    Raises ValueError if no strides give this shape. A buffer without elements can have any strides.
-    """
+    """Strides of the same elements with another shape. Raises ValueError if there are none, or if sizes with symbols hide them."""
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
     result: list[Size] = []
@@ -239,7 +232,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # extends the smaller side, or the target if symbols hide which side is smaller
+        while have != want:  # extends the smaller product, or the target's if symbols hide which one is smaller
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

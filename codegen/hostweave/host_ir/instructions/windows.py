@@ -12,16 +12,16 @@ SIGNAL_COUNTERS = 64  # number of counters per peer, numbered from 0
 class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
 
-    Signals are counted separately per peer and counter `signal`. The n-th wait waits for the n-th signal, in the order in which hosts issue
-    waits and signals. Buffers that peers access are in windows, at the same offset on all ranks.
+    Each pair of ranks has separate counters of signals. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers
+    that peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
-    received_along: int | None = None  # dim of dst that is split into blocks; only the peer's block is written
+    received_along: int | None = None  # dim of dst that is split into one block per rank; only the peer's block is written
 
 
 class Signalled(OneSided):
-    """An instruction that sends a signal, or waits for one. `signal` is the number of the counter."""
+    """An instruction that sends a signal, or waits for a signal. `signal` is the number of the counter."""
 
     signal: int
 
@@ -41,7 +41,7 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = src on the peer. With `received_along`, only the peer's block of dst is written. Blocks may differ in size."""
+    """dst = the src of the peer. With `received_along`, only the peer's block of dst is written. Blocks may differ in size."""
 
     src: RemoteRead
     peer: Expr
@@ -54,7 +54,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Signals the peer that the peer may now read the buffer, or that it may now write the buffer (a credit)."""
+    """Signals to the peer that it may now read the buffer, or may now write the buffer (a credit)."""
 
     signal: int
     peer: Expr
@@ -66,7 +66,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """Makes the current stream wait for the peer's next signal with this number. Work after the wait may access the buffer."""
+    """Makes the current stream wait for the peer's next signal with this number, before accesses to the buffer."""
 
     signal: int
     peer: Expr

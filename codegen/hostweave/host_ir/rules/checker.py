@@ -1,4 +1,4 @@
-"""State that the verifier's rules share: names and types of a program, and the context of the current instruction."""
+"""The verifier's state: names and types of a program, and the context of the current instruction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ MAX_POOL = 2**16  # largest pool of streams or events
 
 @dataclass(frozen=True)
 class Scope:
-    """Constructs that enclose an instruction."""
+    """Facts about the bodies that enclose an instruction."""
 
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
+    steps: Size | None = None  # trip count of an enclosing loop that may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -33,7 +33,7 @@ Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instructi
 
 @dataclass
 class Checker:
-    """Verifies a program instruction by instruction, and keeps the types, sizes and meshes that the rules need."""
+    """Verifies a program instruction by instruction."""
 
     program: ir.HostProgram  # the main program, or a function as a separate program
     rules: Mapping[type[tree.Instruction], Rule]
@@ -86,7 +86,7 @@ class Checker:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
     def expect_separate_events(self, parts: tuple[ir.HostProgram, ...]) -> None:
-        """Checks that no two bodies use the same event, because a wait could then match a record of another body."""
+        """Checks that no two bodies use the same event. A wait could then match a record of another body."""
         users: dict[str, str] = {}
         for part in parts:
             for event in sorted(events_of(part.body)):
@@ -110,7 +110,7 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks donated inputs: each is reused by at most one output, which has the same dims in any order."""
+        """Checks that each donated input is reused by one output, with the same dims in any order."""
         inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
@@ -123,7 +123,6 @@ class Checker:
             reused.add(parameter.memory)
 
     def once(self, names: Sequence[str], word: str) -> None:
-        """Checks that names are declared only once."""
         for name in names:
             if names.count(name) > 1:
                 self.fail(f"{word}{name} is declared twice: rename one")
@@ -159,7 +158,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """Checks a nested body. Names that the body defines go out of scope at its end."""
+        """Checks a nested body, whose names go out of scope at its end."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)
@@ -216,12 +215,13 @@ class Checker:
             self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
 
     def part(self, mesh: Mesh) -> None:
-        """Checks that all ranks of a mesh are ranks of the program."""
+        """Checks that a mesh is part of the program's mesh."""
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name only its ranks")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks its transport, and that it includes all ranks that execute the communication."""
+        """Channel of a communication. Checks that the transport supports the communication, and that all executing ranks are in the
+        channel."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
@@ -257,7 +257,7 @@ class Checker:
             self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
-        """Checks the cuts of the tensor whose blocks a buffer contains."""
+        """Checks that a buffer has as many elements as the tensor with these cuts."""
         for cut in cuts:
             self.size(cut.size)
         actual, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
@@ -271,7 +271,7 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {actual} elements, not {expected}")
 
     def known(self, size: Size) -> Size:
-        """Replaces each local size by a quotient if all ranks have equal shards, so that equal sizes are equal as text."""
+        """Replaces each local size by a quotient if all shards are equal, so that equal sizes compare equal."""
         exact = dict[Factor, Size]()
         for part in size.factors:
             if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
@@ -279,13 +279,13 @@ class Checker:
         return size.replaced(exact)
 
     def with_equal_shards(self, size: Size) -> Size:
-        """Renames the axes of local sizes, so that two local sizes are equal if their global sizes and numbers of ranks are equal."""
+        """Renames the axes of local sizes, so that local sizes with equal global sizes and numbers of ranks compare equal."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """First symbol of a size that is in no input or output, or None. Also checks the meshes and axes of local sizes."""
+        """First symbol of a size that is in no input or output, or None. Checks the meshes and axes of local sizes too."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:

@@ -26,7 +26,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. For a collective, checks that all ranks of the channel execute it."""
+    """Channel of a communication. Checks that all ranks of the channel execute a collective."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -39,7 +39,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 
 
 def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
-    """Checks the reduction, and that src and dst have equal sizes, or that one buffer has one block of the other's size per rank."""
+    """Checks the reduction, and the relation of the sizes of src and dst."""
     if isinstance(i, ir.Reduction):
         if i.op not in REDUCTIONS:
             c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
@@ -63,7 +63,7 @@ def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: i
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
-    """Number of elements of a rank's block, in a buffer whose dim `along` is split over the ranks."""
+    """Number of elements of this rank's block of a buffer whose dim `along` is split over the ranks."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
@@ -72,7 +72,7 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks that src and dst have equal sizes. Shards of two equal dims are equal if equally many ranks split them, along any axes."""
+    """Checks that src and dst have equal sizes, also if they are shards along different axes."""
     dst_elements, src_elements = (c.with_equal_shards(product(c.types[name].shape)) for name in (i.dst, i.src))
     if dst_elements != src_elements:
         c.counts(i.src, i.dst, 1)
@@ -125,7 +125,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that peers access only memory in windows, and that src and dst have equal sizes."""
+    """Checks that peers access only memory in windows, and the sizes of src and dst."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")
@@ -140,7 +140,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
 
 
 def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:
-    """Checks that the kernel begins with a collective of its first input, and that the kernels of all ranks can compute it."""
+    """Checks that the kernel begins with a collective of its first input, which kernels can compute on this channel."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
     term, input, (first, *others) = i.srcs[0], c.kernels[i.kernel].inputs[0], c.kernels[i.kernel].ops

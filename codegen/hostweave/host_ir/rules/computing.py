@@ -1,4 +1,4 @@
-"""Verifier rules of memory, views, matmuls, attention, kernels and copies."""
+"""Verifier rules of memory, views and local computation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lies_along(type: BufferType, dim: int) -> bool:
 
 
 def _scaled(c: Checker, i: ir.Matmul) -> None:
-    """Checks that operands and scales have a memory layout that cuBLASLt supports."""
+    """Checks a matmul with scales."""
     if len(i.scales) != 2:
         c.fail(f"{len(i.scales)} scales are given, not 2: name the scales of %{i.a}, then those of %{i.b}")
     a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))
@@ -155,8 +155,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". The matmul must be a single matrix product, not a
-    batch, and the rows of a and of dst must have equal distances in memory."""
+    """Reason why a matmul cannot have a bias or an activation as its epilogue, or ""."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if a.dtype.itemsize == 1 and dst.dtype.name == "f32":
@@ -251,7 +250,7 @@ def _is_grouped(heads: Size, groups: Size) -> bool:
 
 
 def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
-    """Shape that two shapes broadcast to by NumPy's rules, or None."""
+    """Shape to which two shapes broadcast, or None."""
     rank, one = max(len(a), len(b)), Size()
     padded = zip((one,) * (rank - len(a)) + a, (one,) * (rank - len(b)) + b, strict=True)
     result = [x if y == one else y if x in (one, y) else None for x, y in padded]
