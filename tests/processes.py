@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 import hostweave as hw
 from hostweave.runtime.launchers import launched
@@ -42,11 +43,11 @@ def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
 class Ranks:
     """The processes of the ranks and their output."""
 
-    def __init__(self, environments: list[dict[str, str]], *arguments: str):
+    def __init__(self, environments: list[dict[str, str]], *arguments: str, start: type[subprocess.Popen[str]] = Forked):
         self.lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
         self.said: list[list[str]] = [[] for _ in environments]
         self.processes = [
-            subprocess.Popen(
+            start(
                 [sys.executable, str(SCRIPT), *arguments],
                 env=environment(**one),
                 stdin=subprocess.PIPE,

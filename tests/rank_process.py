@@ -3,7 +3,8 @@
     python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
     python rank_process.py kinds PROVIDER [TARGET]      runs one program for each kind of communication; `few` runs only two programs
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls PROGRAM until the group fails, prints why, and continues in a new world; with
-                                                        ENDS set, exits after one call, by an exception or with this status
+                                                        ENDS set, exits after one call and a line on stdin, by an exception or with
+                                                        this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls PROGRAM once, and prints if the result is right, or why the call failed
     python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
 
@@ -162,6 +163,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     calls.make()
     say("ready")
     if end := os.environ.get("ENDS"):
+        sys.stdin.readline()  # until the other ranks have made their first call
         if end == "exception":
             raise ValueError("a mistake")
         sys.exit(int(end))

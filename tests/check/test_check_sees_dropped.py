@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import host_text
 import pytest
+from forked import run
 from lowered_fusions import NAMES, program
 from processes import environment
 
@@ -83,8 +83,8 @@ def test_a_check_creates_no_reference_cycles() -> None:
     """The check leaves no reference cycles, because a garbage collection of its objects would take as long as the check. The test runs in a
     separate process, because threads of other tests may leave cycles at any time.
     """
-    run = subprocess.run([sys.executable, "-c", CHECK_AND_COLLECT], env=environment(), capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    done = run([sys.executable, "-c", CHECK_AND_COLLECT], env=environment(), timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_counters import counted
+from forked import run
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
@@ -138,7 +139,7 @@ print("done")
 
 
 def test_communicators_are_adopted_while_another_thread_has_the_devices() -> None:
-    done = subprocess.run([sys.executable, "-c", ADOPTS_WHILE_ANOTHER_RUNS], capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", ADOPTS_WHILE_ANOTHER_RUNS], timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, ["done"]), done.stderr
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 from four_ranks import AG_MATMUL, RANKS, W, X, ag_matmul, mesh, on_ranks, x_of
 from test_providers import free_port
 
@@ -91,7 +92,7 @@ class Processes:
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
         paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
         self.processes = [
-            subprocess.Popen(
+            Forked(
                 [sys.executable, "-c", script],
                 env=clean | common | {"RANK": str(rank), "PYTHONPATH": paths},
                 stdout=subprocess.PIPE,

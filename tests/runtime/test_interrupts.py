@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run
 from four_ranks import ALONE, alone
 from processes import environment
 
@@ -31,7 +32,7 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
     """Sends the signal to the process, as Jupyter does, or to its process group, which includes compilers, as a terminal does."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=550, start_new_session=True)
+    done = run(command, env=environment(), timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
 
 

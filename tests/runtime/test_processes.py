@@ -134,9 +134,11 @@ STARTED = [
 @pytest.mark.parametrize(("place", "provider"), STARTED)
 @pytest.mark.usefixtures("all_built", "nothing_left_over")
 def test_no_launcher(place: Place, provider: str) -> None:
-    """Processes without a launcher: the test sets the variables, or passes a torch.distributed store without a process group."""
+    """Processes without a launcher: the test sets the variables, or passes a torch.distributed store without a process group. The
+    interpreters have different hash seeds."""
     port = free_port()
-    with Ranks([as_rank(rank, place.ranks, port) for rank in range(place.ranks)], place.programs, provider, place.target) as ranks:
+    environments = [as_rank(rank, place.ranks, port) for rank in range(place.ranks)]
+    with Ranks(environments, place.programs, provider, place.target, start=subprocess.Popen) as ranks:
         for rank in range(place.ranks):
             assert ranks.line(rank, 500) == f"rank {rank} of {place.ranks}: {place.right}"
             assert ranks.ended(rank) == 0
@@ -225,6 +227,7 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(place.killed):
             ranks.line(rank, 300, beginning="ready")
+        ranks.tell(leaver, "")
         started = time.monotonic()
         for rank in others:
             message = ranks.line(rank, SECONDS, beginning="failed: ")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import Forked
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime.exchange import StoreExchange
@@ -30,7 +31,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
     """Runs one process per environment. Returns their outputs. The first process that fails makes the test fail."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     processes = [
-        subprocess.Popen([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        Forked([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for one in environments
     ]
     outputs = [process.communicate(timeout=timeout)[0] for process in processes]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import Forked
 from four_ranks import AG_MATMUL, RANKS, ROWS_AND_COLUMNS, TWICE, W, X, ag_matmul, on_ranks, x_of
 from processes import environment
 from test_providers import free_port, run_processes
@@ -263,7 +264,7 @@ def test_rank_0_is_stopped_before_the_first_call() -> None:
     program = hw.compile(gathered)
     program.build()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment(**place, RANK="0"), **pipes) as first:
+    with Forked([sys.executable, "-c", script], env=environment(**place, RANK="0"), **pipes) as first:
         try:
             group = hw.init(hw.Environment({**place, "RANK": "1"}), "stopped", call_timeout=limit)
             assert first.stdout
