@@ -55,8 +55,8 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
 constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // head sizes: multiples of the first number, at least the second
 
 // True for packed problems that cuDNN was observed to compute correctly. If the head size is not a multiple of 16, the gradient
-// of the queries is wrong, and heads of 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a
-// token's elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
+// of the queries is wrong. Heads of 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a token's
+// elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;

@@ -57,8 +57,8 @@ struct Attentions::Plans {
   Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
 
   void prepare(const AttentionProblem& problem);
-  // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, also keeps the
-  // plan until the program is destroyed, because graphs may use its memory.
+  // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, also keeps the plan until
+  // the program is destroyed, because graphs may use the plan's memory.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;

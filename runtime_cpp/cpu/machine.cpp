@@ -335,8 +335,9 @@ void Machine::begin(Stream& stream, Op& op) {
   take_seats(stream, op);
 }
 
-// Records a communication. Returns an earlier communication over another channel that is not ordered with it. Two such
-// communications can deadlock: NCCL may start them in another order on another rank, and each occupies its device while it waits.
+// Records a communication. Returns an earlier communication over another channel, if the two are not ordered. Unordered
+// communications can deadlock: NCCL may start them in different orders on different ranks, and each occupies its device while it
+// waits.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];

@@ -13,8 +13,8 @@
 namespace hw {
 namespace {
 
-// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse its bytes
-// from `last` on, and buffers of other streams only from `visible_at` on.
+// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse the bytes
+// from `last` on. Buffers of other streams can reuse the bytes only from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -23,7 +23,7 @@ struct Use {
 
 struct Lifetime {
   size_t bytes = 0;
-  const void* pool = nullptr;  // pool of the stream that owns it; null: all streams
+  const void* pool = nullptr;  // pool of the stream that owns the buffer; null: all streams
   int64_t stream = 0;
   bool in_window = false;   // in peer memory, whose layout must be the same on all ranks
   std::vector<Use> uses{};  // consecutive live ranges

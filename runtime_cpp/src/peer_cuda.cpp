@@ -228,7 +228,7 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
 }
 
 // Frees memory of the current device that peers have unmapped. Memory of another device is left to its rank, because cudaFree
-// would wait for work there, which may wait for this thread.
+// would wait for work there, and that work may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));

@@ -104,7 +104,7 @@ struct ProcessGroup {
   std::vector<int> devices;             // by rank; -1 before it has joined
   int arrived = 0;
   bool stopped = false;  // true after a failure if ranks may have issued different operations before it
-  // The n-th collectives of all ranks match. The n-th send to a rank matches its n-th recv.
+  // The n-th collectives of all ranks match. The n-th send to a rank matches the rank's n-th recv from the sender.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
     std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched

@@ -35,18 +35,18 @@ typedef struct hw_cpu_config {
                                  // (yes in parallel mode). NCCL has this order; 0 finds programs that depend on it.
   int buffered_sends = -1;       // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies = -1;   // report unordered conflicting accesses: 1 yes, 0 no, -1 in seeded mode only
-  double timeout_seconds = 120;  // time without progress, with a host thread waiting, that is reported as a deadlock
+  double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
 } hw_cpu_config;
 
 // Resets the device to this configuration: clears failures, schedules, counters and histories. Streams, events,
 // communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
 
-// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach
-// returns when all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn,
-// so it must not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use
-// hw_cpu_barrier or hw_cpu_pause. In parallel mode attaching allows immediate deadlock reports instead of a timeout.
-// Threads may use the device without attaching (in seeded mode only while no thread is attached).
+// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach returns when
+// all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn. The thread must
+// not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use hw_cpu_barrier or
+// hw_cpu_pause. In parallel mode attaching allows immediate deadlock reports instead of a timeout. Threads may use the device
+// without attaching (in seeded mode only while no thread is attached).
 int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
@@ -105,7 +105,8 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Increments a word when the last op that is now on the stream is done; if that op is captured, at each launch of the graph.
+// Increments a word when the last op that is now on the stream is done. If that op is captured, each launch of the graph
+// increments the word.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
 // Binary signals: hw_cpu_set_signal waits until the peer has consumed the previous signal, in calls and in graphs.

@@ -9,7 +9,7 @@
 namespace hw {
 namespace {
 
-// Driver API that loads a cubin for all devices. The CUDA runtime has it only since 12.8.
+// Functions of the driver that load a cubin for all devices. The CUDA runtime has such functions only since 12.8.
 struct Driver {
   using Library = struct CUlib_st*;
   using LoadData = int (*)(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);

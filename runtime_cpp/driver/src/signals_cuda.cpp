@@ -132,7 +132,7 @@ void abort(const std::vector<ncclComm_t>& comms) {
   }
   int device = 0;
   (void)cudaGetDevice(&device);
-  std::thread beside([&] {  // NCCL waits for its graphs, whose launches may wait for signals
+  std::thread beside([&] {  // concurrently: aborts wait for graphs, and graphs may wait for signals
     cudaSetDevice(device);
     abort_with_windows(others);
   });

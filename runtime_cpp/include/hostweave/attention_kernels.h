@@ -1,7 +1,7 @@
-// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head and iterates over their
-// columns, rescaling its sums when the maximum grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
-// Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block owns columns and iterates over rows. No block
-// adds to the result of another, so results are deterministic.
+// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head, and iterates over the
+// columns of the scores. When the maximum of a row grows, the block rescales the row's sums (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block
+// owns columns, and iterates over rows. No block adds to the result of another, so results are deterministic.
 #pragma once
 #include "hostweave/attention_tiles.h"
 

@@ -57,7 +57,7 @@ class CallLog {
   // ExecutionError.
   void begins_launch();
   void ends_launch();
-  // Returns the ops of the last capture. The graph calls `forget` when it no longer needs them.
+  // Returns the ops of the last capture. The graph calls `forget` when it no longer needs the ops.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 

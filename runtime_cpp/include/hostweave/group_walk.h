@@ -40,8 +40,8 @@ __device__ inline void set_place(int place, int down, int across, int& row, int&
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory. If each block processes few tiles, those with at most half of the rows of a tile
-// are last, because they take less time and so balance the load.
+// because larger results do not fit in memory. If each block processes few tiles, tiles that are at most half full come last,
+// because small tiles balance the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)

@@ -91,8 +91,8 @@ __device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], u
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA or kTurnedB, that operand is
-// column-major. Stages of kDepth terms are copied while earlier ones are multiplied.
+// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA, a is column-major; with
+// kTurnedB, b is column-major. Stages of kDepth terms are copied while earlier ones are multiplied.
 template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
 struct TileProduct {
   static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;

@@ -1,4 +1,4 @@
-// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device one thread executes a whole kernel, so
+// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device one thread executes a whole kernel. So
 // every loop below covers its whole range, and reductions over a block return their argument.
 #pragma once
 #include <cstdint>

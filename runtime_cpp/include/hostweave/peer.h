@@ -1,9 +1,9 @@
 // Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. Uses
 // only the id type of NCCL on GPUs.
 //
-// There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0 and sets it to 1; a wait
-// waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
-// The words are in host memory, so that a rank can end the waits of its streams when a peer has exited.
+// There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
+// to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA
+// graph use the same words. The words are in host memory, so that a rank can end the waits of its streams when a peer has exited.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>

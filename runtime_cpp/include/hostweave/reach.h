@@ -37,7 +37,8 @@ std::string why_out_of_reach(const Channel& channel);
 // Collective: tries a registration. Returns the reason why it fails, or "".
 std::string why_no_windows(const Channel& channel);
 
-// Aborts communicators, and ends the waits of kernels for their ranks. Their windows must not be used afterwards.
+// Aborts communicators, and ends the waits of kernels for ranks of these communicators. The windows of the communicators must not
+// be used afterwards.
 void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

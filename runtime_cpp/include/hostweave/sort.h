@@ -93,7 +93,7 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
 }
 
 // Sorts the first k = order.length elements of a long row. Returns false if more than kSorted candidates remain. A candidate does
-// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. There are few of them, unless many
+// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. Candidates are few, unless many
 // elements are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {

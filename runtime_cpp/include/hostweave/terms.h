@@ -1,10 +1,10 @@
 // All-reduce, reduce-scatter and all-gather inside the kernel that uses the result. To a kernel the result is an array, accessed
 // by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
 //
-// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the peers in packets of four bytes of data and the
-// number of the exchange. A reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). The
-// other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
-// exchange.
+// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the peers in packets. A packet has eight bytes of
+// data, and the number of the exchange after every four bytes. A reader detects arrival from the packet itself, without a
+// separate flag (NCCL's LL protocol). The other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and
+// then set flags to the number of the exchange.
 //
 // Exchanges use two slots of memory alternately. Between two writes to a slot, there is an exchange through the other slot. In
 // that exchange, a rank receives data from every peer. A peer sends these data after its kernel has read the first slot.

@@ -116,8 +116,8 @@ class WarpgroupProducts {
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
   static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows that a copy moves
-  // Columns that a warpgroup stores at once. Results of few terms take longer to store than to multiply. A tile of them is stored
-  // while the next one is multiplied.
+  // Columns that a warpgroup stores at once. With few terms, a tile takes longer to store than to multiply. So all its columns
+  // are stored while the next tile is multiplied.
   static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;

@@ -61,10 +61,10 @@ class Progress {
   CallLog log_;
   Pulse pulse_;
   std::mutex mutex_;                                           // guards the next member
-  Clock::time_point stands_since_ = Clock::time_point::max();  // first look at which the running graph launch stood still
+  Clock::time_point stands_since_ = Clock::time_point::max();  // time of the first look at which the graph launch stood still
 };
 
-// A call as a CUDA graph. The member must outlive the graph, and destroys it on an abort.
+// A call as a CUDA graph. The member must outlive the graph. An abort destroys the graph.
 class Graph {
  public:
   // Takes ownership of a captured graph, and uploads it. An upload at the launch could queue behind work that waits for other
