@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. Such a matmul needs a workspace in the arena, because only streams of the program have workspaces."""
+    """Matmuls on the caller's stream. These matmuls need a workspace in the arena, because only streams of the program have workspaces."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

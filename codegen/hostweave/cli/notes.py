@@ -64,7 +64,7 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
 
 
 def _copies_to_donated(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Yields the copies of results into donated memory. Such a result could not be computed in place."""
+    """Yields the copies of results into donated memory, for results that could not be computed in place."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, count in _copies(host.body, sizes, 1):
         if copy.dst in donated:

@@ -194,7 +194,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """JAX arrays. Because they are immutable, they are converted to NumPy arrays."""
+    """JAX arrays. A call uses NumPy arrays instead, because JAX arrays are immutable. Results are JAX arrays."""
 
     gives_copies: bool = True
 
@@ -206,7 +206,7 @@ class _Jax(NumpyLibrary):
             raise TypeError("is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi()")
         try:
             return np.asarray(array)
-        except RuntimeError as error:  # it was donated, or is partly on other hosts
+        except RuntimeError as error:  # the array was donated, or is partly on other hosts
             raise TypeError(f"JAX cannot give its values ({error}); pass an array that is not deleted, and is only on this host") from error
 
     def give(self, array: Array) -> Array:
@@ -306,7 +306,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage. Wrapper and meta tensors have none, and some of them raise if asked for their storage."""
+    """True if a tensor has storage. Some tensors without storage raise an error if asked for it."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

@@ -47,8 +47,8 @@ def seeded(
     """Runs programs of the CPU target one operation at a time, in an order that `seed` determines.
 
     `picker` is the strategy that chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few
-    random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. `mixed` selects one
-    of these by the seed, usually pct.
+    random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. With `mixed` the
+    seed selects one of these strategies, usually pct.
 
     With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
     `buffered_sends`, a send may complete before its recv starts. If `ordered_launches` or `buffered_sends` is None, the seed decides.

@@ -37,7 +37,7 @@ class Exchange:
     This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
     """
 
-    blocks_on_failure = False  # True if `failure` returns as soon as a rank reports a failure; False if it polls or only sleeps
+    blocks_on_failure = False  # True if `failure` returns as soon as a rank reports a failure, False if `failure` polls or only sleeps
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
@@ -98,7 +98,7 @@ class StoreExchange(Exchange):
         try:
             if self._rank == 0:
                 records = [self._await(f"record/{rank}", deadline) for rank in range(self._count)]
-                if reason := self.failure():  # other ranks may have timed out while they waited for this one
+                if reason := self.failure():  # other ranks may have timed out while they waited for this rank
                     raise Failed(reason)
                 self._set("records", f"{self.number} {json.dumps(records)}")
                 return records

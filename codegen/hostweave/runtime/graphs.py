@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ArgumentError, ExecutionError
 
 MAX_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
-CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls has new arrays
+CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of 8 calls has new arrays
 
 
 class CommonGraphs:
@@ -75,7 +75,7 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """Array, or tuple of arrays, that each launch writes. Their addresses do not change."""
+        """Array, or tuple of arrays, that each launch writes. The addresses do not change."""
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:

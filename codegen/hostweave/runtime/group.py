@@ -146,12 +146,12 @@ class Group(FallibleGroup):
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
         self._device, self._provider, self._has_watchdog = device, provider, has_watchdog
-        self._parts: list[Group] = []  # groups that were split from this one; they are closed with it
+        self._parts: list[Group] = []  # groups that were split from this group, and are closed with this group
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._watchdogs: list[Watchdog] = []
         self.windows = Windows()
-        self.barrier: tuple[HostBarrier | None] | None = None  # None before it is created; (None,) if that is impossible
+        self.barrier: tuple[HostBarrier | None] | None = None  # None before the barrier is created; (None,) if a barrier is impossible
         # Keyed by an object that all variants of a program share.
         self.last_sizes: weakref.WeakKeyDictionary[object, StartedCalls] = weakref.WeakKeyDictionary()
         self.calling = threading.RLock()  # held by the thread that makes a call on this rank
@@ -368,7 +368,7 @@ class Group(FallibleGroup):
         return (barrier if all_have else None,)
 
     def all_true(self, value: bool) -> bool:
-        """Returns True on all ranks if all of them pass True. Collective."""
+        """Returns True on all ranks if all ranks pass True, otherwise False on all ranks. Collective."""
         return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:

@@ -7,15 +7,15 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # low bits of a word, for the value; the upper bits are the number of the exchange
+_BITS = 48  # low bits of a word, for the value; the upper 16 bits are the number of the exchange
 _WORD = 8  # bytes, read and written atomically
 _MAX_SPINS = 200  # polls without a pause
 _CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
 
 
 class HostBarrier:
-    """Two words per rank, used in alternate exchanges. Every rank has therefore read a word before the word is overwritten, two exchanges
-    later."""
+    """Two words per rank, for alternate exchanges. A rank that starts exchange n + 2 has seen all ranks start exchange n + 1. All ranks
+    have therefore read the words of exchange n, which are now overwritten."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
         """Creates the shared memory, or maps the memory that another process has created at `path`. Raises OSError if that fails."""
@@ -39,11 +39,11 @@ class HostBarrier:
         return [rank for rank in range(self._count) if self._words[first_word + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 
     def forget_path(self) -> None:
-        """Closes the file, so that its path becomes invalid. Call it after all ranks have mapped the memory."""
+        """Closes the file, so that its path becomes invalid. Call this method after all ranks have mapped the memory."""
         os.close(self._file)
 
     def agree(self, value: int, on_wait: Callable[[], None]) -> bool:
-        """Returns True on all ranks if all ranks pass the same value, otherwise False on all ranks.
+        """Returns True on all ranks if the low 48 bits of all ranks' values are equal, otherwise False on all ranks.
 
         Calls `on_wait` every 50 ms until all ranks have arrived. `on_wait` may raise.
         """

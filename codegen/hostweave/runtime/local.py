@@ -267,7 +267,7 @@ class LocalProgram:
         return checked_call, outputs, addresses
 
     def _launch(self, checked_call: CheckedCall, *call: Any) -> None:
-        """Makes a call that all ranks make. The ranks have already compared its sizes."""
+        """Makes a call that all ranks make. The ranks have already compared the sizes of the call."""
         if self._compared:
             self._compared.begin(checked_call)
         try:
@@ -278,7 +278,8 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides with the other ranks whether calls run as graphs from now on. They do if all ranks vote for graphs and can capture."""
+        """Decides with the other ranks whether calls run as graphs from now on. Calls run as graphs if all ranks vote for graphs and can
+        capture."""
         unseen = native.unseen
         are_wanted = self._all_true(common.vote(unseen))
         agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))
@@ -325,7 +326,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # before the comparison: if this raises, a variant without loops makes the call, and compares the sizes
+        if changed:  # before the comparison: if the sizes are refused, a variant without loops makes the call and compares
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:
@@ -341,7 +342,7 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks, unless the shapes are those of the last call."""
+        """Compares the sizes of a call with the sizes on the other ranks, unless the shapes are the same as in the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._exchanges_algorithms = True
 
@@ -393,7 +394,7 @@ class LocalProgram:
         return result, signatures
 
     def _fail_group(self, interruption: BaseException) -> None:
-        """Fails the group if other ranks may wait for this one."""
+        """Fails the group if other ranks may wait for this rank."""
         if self._group.count > 1:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 
@@ -421,9 +422,9 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Context in which plans are made. In groups of processes, all ranks then use the algorithms that one of them has measured.
+        """Context in which plans are made. In groups of processes, all ranks then use the algorithms that one rank has measured.
 
-        Ranks exchange algorithms when they first make plans and, if the program communicates, when all of them prepare new sizes. If only
+        Ranks exchange algorithms when they first make plans and, if the program communicates, when all ranks prepare new sizes. If only
         the arrays of this rank have changed, nothing is exchanged, because plans for known sizes measure nothing new.
         """
         gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)

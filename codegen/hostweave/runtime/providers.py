@@ -193,7 +193,7 @@ class Environment:
 
     def __init__(self, environ: Environ | None = None):
         self._launch = LaunchedRank(os.environ if environ is None else environ)
-        self.local_rank = self._launch.local_rank  # index among the processes on its host; None if the launcher does not set it
+        self.local_rank = self._launch.local_rank  # index among the processes on this host; None if the launcher does not set the index
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return self._launch.rank, self._launch.count

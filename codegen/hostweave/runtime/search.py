@@ -1,6 +1,6 @@
 """The search of `Options(overlap="search")`: runs the program with the best alternatives of each choice, and keeps the fastest.
 
-Results are stored as JSON in the cache folder, by program, options and machine. Later compiles use them without running anything.
+Results are stored as JSON in the cache folder, by program, options and machine. Later compiles read the results and run nothing.
 """
 
 import json
@@ -64,7 +64,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Alternative, ...]:
-    """Runs the alternatives of a choice. Returns them with the measured time of the whole program in microseconds, fastest first."""
+    """Runs the alternatives of a choice. Returns the alternatives with the program's time in microseconds, fastest first."""
     by_time = sorted(choice.alternatives, key=lambda one: one.micros)
     wanted = [one for i, one in enumerate(by_time) if i < RANKED or one.algorithm == IN_SEQUENCE]
     programs = [make({**chosen, choice.name: one.name}) for one in wanted]

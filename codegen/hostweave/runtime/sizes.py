@@ -49,8 +49,8 @@ class LastSizes:
         return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal, if this rank has not begun the
-        call, or if the call is too old."""
+        """Describes how another rank's sizes of a call differ from this rank's sizes. None if the sizes are equal, if this rank has not
+        begun the call, or if the call is too old."""
         calls_ago = self.calls - call
         if calls_ago < 0 or calls_ago >= len(self.recent_calls):
             return None
@@ -91,7 +91,7 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless they equal those of the last call.
+        """Compares the sizes of the next call between ranks, unless the sizes equal those of the last call.
 
         Returns True if the sizes are new. `shapes` is a key that determines the sizes.
         """
@@ -141,7 +141,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], checked_call: CheckedCall) -> str | None:
-        """Describes how another rank's sizes of a call differ from those that this rank used for the call. None if they are equal."""
+        """Describes how another rank's sizes of a call differ from this rank's sizes. None if the sizes are equal."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(checked_call)})
 
     def _gather(self, call: int, record: str) -> list[str]:

@@ -55,7 +55,7 @@ class RankPosition:
 
 
 def marks_graphs() -> bool:
-    """True if CUDA graphs record their progress for the report. On the CPU target they always do."""
+    """True if CUDA graphs record their progress for the report. On the CPU target, graphs always record their progress."""
     return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 

@@ -1,8 +1,8 @@
 """Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
 The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. When a client
-connects, both sides prove that they know the job's name and token, without sending these. So no rank uses the server of another job by
-mistake.
+connects, both sides prove that they know the job's name and token, without sending the name or the token. So no rank uses the server of
+another job by mistake.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ class TcpServer:
                     raise ConnectionError("the client has gone")
             finally:
                 end.cancel()
-                await asyncio.gather(end, return_exceptions=True)  # the client's next read can begin only after this one has ended
+                await asyncio.gather(end, return_exceptions=True)  # the client's next read can begin only after this read has ended
                 waiters.discard(waiter)
                 if not waiters and self.waiting.get(key) is waiters:
                     del self.waiting[key]

@@ -119,7 +119,7 @@ class Team:
 
     @contextmanager
     def lease(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
-        """Leases the devices in the `with` block. Waits until they are free."""
+        """Waits until the devices are free, and leases them in the `with` block."""
         member = self.groups[0].member(module, target)
         while not (lease := module.lease(module.Schedule(**vars(wanted)), member, POLL_SECONDS)):
             expect_running()
@@ -132,7 +132,7 @@ class Team:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
 
         Stops all ranks, wherever they wait, in three cases: this call is interrupted, `programs` make no progress, or the group fails.
-        Other errors of a rank do not stop the others. Raises the error that made the group fail, or else the first error.
+        Other errors of a rank do not stop the other ranks. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -244,7 +244,7 @@ def _positions(programs: Sequence[LocalProgram]) -> list[str]:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the threads of all ranks. Otherwise Python would end them, and destroy their objects while the process exits."""
+    """Ends the threads of all ranks, because Python would otherwise end them and destroy their objects while the process exits."""
     native_calls.end()
     for team in _teams.values():
         team.close()

@@ -25,7 +25,7 @@ class Watchdog:
     """The two threads, and the failure that the listener has found."""
 
     def __init__(self, group: FallibleGroup):
-        """Starts the threads. They run until the group is closed, fails or is freed."""
+        """Starts the threads, which run until the group is closed, fails or is freed."""
         self.reason = ""  # reason why the group has failed, from another rank
         self.store_error = ""  # error of a store that does not answer
         self.wake_up = threading.Event()

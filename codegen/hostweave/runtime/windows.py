@@ -126,7 +126,7 @@ class Windows:
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
             return self.position_of(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # the value is not an array; the call will report this
+        except (TypeError, AttributeError, RuntimeError):  # the value is not an array, and the call will report an error
             return None
 
 
@@ -166,7 +166,7 @@ def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int,
 def memory_module(target: str) -> ModuleType:
     """Module of an empty program. The module of any program has the code for group memory."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
-    with _build_lock:  # ranks that are threads request it at the same time
+    with _build_lock:  # ranks that are threads request the module at the same time
         folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, requested=host.libraries), lambda: render(host))
         on.expect_memory()
         return load(folder / MODULE_FILE, on.dlopen_flags)

@@ -71,7 +71,7 @@ class ProgramPart:
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph. They are blocks of this rank in a group, and otherwise global tensors."""
+        """Returns the values of the graph: blocks of this rank in a group, otherwise global tensors."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -101,7 +101,7 @@ class ProgramPart:
         return program.capture(**given, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Selects the inputs of this program from the arguments of the joint graph. Returns them by name."""
+        """Returns the inputs of this program by name, from the arguments of the joint graph."""
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:

@@ -1,5 +1,5 @@
-"""Caches of transformers as arguments of a compiled module. Their tensors are inputs of the program. All other attributes must have the
-values that they had at compile time."""
+"""Caches of transformers as arguments of a compiled module. The tensors of a cache are inputs of the program. All other attributes must
+have the same values as at compile time."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 class Kept:
-    """Keeps the tensors of a cache for the next cache with the same sizes. A CUDA graph that was captured with them can then be reused.
+    """Keeps the tensors of a cache for the next cache with the same sizes. A CUDA graph that was captured with these tensors can then be
+    reused.
 
     `empty` is the form of the cache before its tensors were allocated. `allocated` is its form afterwards. `sizes` are the values that
     determine the sizes of the tensors.
@@ -171,7 +172,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses them or if they do not fit."""
+        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses the tensors, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:

@@ -222,7 +222,7 @@ def _same(is_equal: bool) -> Callable[..., Any]:
 
 
 def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [rows, columns] of the angles 2 pi row column / size. They are constants of the program."""
+    """Cosines and sines [rows, columns] of the angles 2 pi row column / size, as constants of the program."""
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
     angles = places.to(torch.float64) * (2 * math.pi / size)
     return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)

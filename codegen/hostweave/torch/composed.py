@@ -374,10 +374,10 @@ def angle(x: torch.Tensor) -> Any:
 
 def frexp(x: torch.Tensor) -> Any:
     """Returns the mantissa, from 0.5 to below 1, and the exponent. The exponent from log2 may be wrong by one. The mantissa is then out of
-    range, and both are corrected."""
+    range, and the exponent and the mantissa are corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
-    half = exponent // 2  # 2^exponent may overflow, so it is applied in two steps
+    half = exponent // 2  # 2^exponent may overflow, so x is multiplied in two steps
     mantissa = wide * torch.pow(2.0, (-half).to(wide.dtype)) * torch.pow(2.0, (half - exponent).to(wide.dtype))
     up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
     mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))
@@ -387,7 +387,7 @@ def frexp(x: torch.Tensor) -> Any:
 
 
 def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns the rule of an op that fills a tensor with random values. `value` computes them from random numbers and parameters."""
+    """Returns the rule of an op that fills a tensor with random values. `value` computes the values from random numbers and parameters."""
 
     def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
         if generator is not None:

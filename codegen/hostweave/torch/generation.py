@@ -98,7 +98,7 @@ def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 class _Rank:
-    """Cache memory and CUDA graph of a rank. Later sequences with the same sizes reuse them."""
+    """Cache memory and CUDA graph of a rank. Later sequences with the same sizes reuse this memory and graph."""
 
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
@@ -115,7 +115,7 @@ class Generation:
         self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of the dims that the plan shards, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
         self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), tensors that the cache requests)
-        self._parameters = tuple(inspect.signature(module.forward).parameters)  # computed once: it costs as much as five launches
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
@@ -169,7 +169,7 @@ class Generation:
         if args:
             kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in self._parameters:
-            del kwargs["return_dict"]  # the default value; torch.export does not accept it as a keyword
+            del kwargs["return_dict"]  # the default value, which torch.export does not accept as a keyword
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
             raise ArgumentError(f"{self._name}: generate: there is no cache; omit use_cache=False")
@@ -214,7 +214,7 @@ class Generation:
             empty, sizes = caches.Form(cache), _sizes(kwargs, self._word)
             with self._lock:
                 asked = next((one for of, one in self._requests if of == (empty, sizes)), None)
-                if asked is None:  # cached, because finding it takes a second
+                if asked is None:  # cached, because finding the answer takes a second
                     asked = caches.requests(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
                     self._requests.append(((empty, sizes), asked))
             caches.allocate(cache, asked)

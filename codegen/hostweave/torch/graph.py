@@ -46,8 +46,8 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Computation that a program appends to a graph, such as an optimizer step. It reads the gradients, which are the last values of the
-    graph. Its results reuse the memory of inputs."""
+    """Computation that a program appends to a graph, such as an optimizer step. The computation reads the gradients, which are the last
+    values of the graph, and writes to the memory of inputs."""
 
     types: dict[str, TensorType]  # types of all inputs, in order: those of the graph, and additional ones
     donated: dict[str, int]  # written input -> index of the result that reuses its memory
@@ -79,7 +79,7 @@ class Graph:
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
     tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
-    of_calls: bool = False  # True if calls of a module return the results, so that those may share memory
+    of_calls: bool = False  # True if calls of a module return the results, so that results may share memory
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
@@ -111,7 +111,7 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """Nodes that the program computes, in order. They depend on an input or a parameter, and an output depends on them.
+        """Nodes that the program computes, in order: the nodes between inputs or parameters and outputs.
 
         Sizes are not included, because they are part of types."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
@@ -124,7 +124,7 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns, in order: new values of written tensors, other results of the module, and checked conditions. A
-        result of the module may be None. Results in `shared` are replaced by the tensors of which they are views."""
+        result of the module may be None. A result in `shared` is a view, and is replaced by its tensor."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
@@ -260,7 +260,7 @@ class Graph:
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Returns a copy of the graph in which the inputs `names` are replicated. Each rank slices its block of them. `results` are the
+        """Returns a copy of the graph in which the inputs `names` are replicated, and each rank slices its blocks. `results` are the
         types of the outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
@@ -391,7 +391,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The value that all elements have. None if they differ, or if there are no elements."""
+    """The value that all elements have. None if elements differ, or if there are no elements."""
     first = value.flatten()[:1]
     if not value.numel() or not bool((value == first).all()):
         return None

@@ -14,7 +14,7 @@ from hostweave.types.tensor import TensorType
 
 
 class Held:
-    """Tensors of a module that a program reads in place. The program sees writes to them, but not their replacement."""
+    """Tensors of a module that a program reads in place. The program sees writes to these tensors, but not their replacement."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         self._places = [(path, *place_of(module, path)) for path in paths]
@@ -33,7 +33,7 @@ class Held:
 
 
 class Folded:
-    """Tensors that a program does not read. The program contains values that were computed from them at compile time."""
+    """Tensors that were read at compile time only. The program contains values that were computed from these tensors."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]

@@ -34,7 +34,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Ops that return their operand, and assertions. Programs contain neither of them.
+# Ops that return their operand, and assertions. Programs do not contain such ops.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -226,7 +226,8 @@ class Joint:
 def _decompositions() -> dict[Any, Any]:
     """Decompositions of torch and of this package. The dict is cached, because torch visits all of its ops to make it.
 
-    Log-softmax is decomposed so that the backward pass recomputes it from the logits. Its f32 result is often a model's largest tensor.
+    Log-softmax is decomposed so that the backward pass recomputes it from the logits. The f32 result of log-softmax is often a model's
+    largest tensor.
     """
     return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 

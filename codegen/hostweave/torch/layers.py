@@ -23,7 +23,7 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module. Its nodes are consecutive. `arguments` are values of other nodes that the module reads, and `results` are its
+    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads, and `results` are its
     values that other nodes read."""
 
     path: str
@@ -59,7 +59,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
     layers, firsts = [], dict[object, Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
-            continue  # nodes of other modules are between the nodes of this one
+            continue  # nodes of other modules are between the nodes of this module
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
@@ -111,8 +111,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values, such as the bias of a mask, that one module computes and other modules also use. They depend only on values outside of the
-    modules. Values of a derivative are not shared.
+    """Values, such as the bias of a mask, that one module computes and other modules also use. These values depend only on values outside
+    of the modules. Values of a derivative are not shared.
     """
     free, shared = set[Node](), set[Node]()
     for node in nodes:

@@ -36,7 +36,7 @@ def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..
 
 
 def _first(failed: list[Any]) -> Any:
-    """Number of the first step that failed, counted from 1. It is 0 if none failed."""
+    """Number of the first step that failed, counted from 1, or 0 if no step failed."""
     info = torch.zeros_like(failed[0], dtype=torch.int32)
     for number in range(len(failed), 0, -1):
         info = torch.where(failed[number - 1], number, info)

@@ -20,7 +20,7 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient is inf if a gradient of the step is not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # the parameter's gradient is inf if a gradient of the step is not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod

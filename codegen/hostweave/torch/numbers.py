@@ -1,5 +1,5 @@
-"""Numbers that are known only when a program runs: elements that `item` reads, and numbers computed from sizes. In a graph, they become
-tensors without dims."""
+"""Numbers that are known only when a program runs: elements that `item` reads, and numbers computed from sizes. In a graph, these numbers
+become tensors without dims."""
 
 from __future__ import annotations
 

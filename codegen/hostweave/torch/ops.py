@@ -1,6 +1,6 @@
-"""Ops that replace ATen ops in training graphs. Each remains one op in the forward and in the backward pass, for every sharding. ATen's own
-derivatives flatten leading dims, which prevents sharding them, and select kernels for one device. The ops have no kernels: AOTAutograd
-traces them, and Hostweave compiles them.
+"""Ops that replace ATen ops in training graphs. Each of these ops remains one op in the forward and in the backward pass, for every
+sharding. ATen's own derivatives flatten leading dims, which prevents sharding these dims. They also select kernels for one device. The ops
+have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _op(
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
-    """Saves tensors and other values for a derivative. `kept` returns them."""
+    """Saves tensors and other values for a derivative. `kept` returns the saved values."""
     ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
     ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
 

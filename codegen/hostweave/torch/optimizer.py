@@ -38,7 +38,7 @@ _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1
 
 @dataclass(frozen=True)
 class OperandSource:
-    """Source of an operand. It is a name (the parameter, the gradient or a state entry), or the index of the op that computes the operand.
+    """Source of an operand: a name (the parameter, the gradient or a state entry), or the index of the op that computes the operand.
 
     `result` is the index of the operand among the results of that op.
     """
@@ -148,7 +148,7 @@ class Shadow:
         replay = _Replay(step.calls)
         try:
             self._run(replay)
-        except Exception:  # recording the step raises the error again, if it has another cause
+        except Exception:  # if the error has another cause, recording the step raises it again
             return None
         is_complete = len(replay.numbers) == len(step.numbers) and next(replay.calls, None) is None
         return replace(step, numbers=replay.numbers, host=self._host) if is_complete else None
@@ -214,7 +214,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
-        self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain them
+        self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain these numbers
         self._calls, self._can_replay = list[Call](), True
         self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> its value
         self._first: dict[int, OperandSource] = {}  # storage -> its first value

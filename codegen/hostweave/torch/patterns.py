@@ -27,7 +27,7 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
 
 def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
     """Recognises a write to a cache, `x.index_copy(dim, arange(n) + begin, update)`. Returns (x, update, begin, dim), or None."""
-    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):  # index_copy is traced as this, with one index
+    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):  # index_copy is traced as index_put with one index
         return None
     x, indices, update = node.args[:3]
     *before, index = indices

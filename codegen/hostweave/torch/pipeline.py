@@ -34,7 +34,7 @@ class Pipeline:
     parameters in its stages, and passes None for arguments that its stages do not read. If all ranks are in this process, pass whole
     arguments. A call then returns the loss and adds all gradients.
 
-    With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates those of its stages. With
+    With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates the parameters of its stages. With
     `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
     """
 

@@ -1,4 +1,4 @@
-"""The program of a pipeline. It runs the forward and backward passes of all micro-batches in all stages."""
+"""The program of a pipeline, which runs the forward and backward passes of all micro-batches in all stages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. Its results are the loss and the gradients, or with an optimizer the loss, the new parameters and their state.
+    """Records the program. It returns the loss and the gradients, or with an optimizer the loss, the new parameters and the new state.
     With clipping, the gradient norms follow the loss."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers. Each gets a seed, which is an element of an additional argument of the program."""
+"""Ops that draw random numbers. Each op gets a seed, which is an element of an additional argument of the program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DRAWN = {  # op -> distribution
 
 
 def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
-    """Draws seeds for a call of the module `name`, u32 on the CPU. All ranks of the group call this, and get the same seeds.
+    """Draws seeds for a call of the module `name`, u32 on the CPU. All ranks of the group call this function, and get the same seeds.
 
     The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that
     generator, so rank 0 draws for all of them.

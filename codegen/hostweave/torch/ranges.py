@@ -1,4 +1,5 @@
-"""Programs for ranges of sizes that are known only at a call. A sequential program runs while they are compiled in the background."""
+"""Programs for ranges of sizes that are known only at a call. While these programs are compiled in the background, a sequential program
+runs."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Ranges(Generic[P]):
     part once all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
-        """`compile` compiles the part for the sizes of a call. It runs in a separate thread."""
+        """`compile` compiles the part for the sizes of a call, in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [
@@ -94,6 +95,6 @@ class Ranges(Generic[P]):
 
 
 def vary(graph: Graph, stated: Mapping[str, int]) -> bool:
-    """True if a graph has sizes that are known only when the program runs, and not all of them are stated."""
+    """True if a graph has sizes that are known only when the program runs, and that are not all stated."""
     named = {dim.size.name for of in graph.input_types.values() for dim in of.dims if dim.size.name}
     return not named <= stated.keys()

@@ -1,9 +1,9 @@
 """Traces repeated layers once. torch.export traces the first of several equal layers, and records each other layer as one op. After
 decomposition, a copy of the first layer's nodes replaces each of these ops.
 
-Two modules of a list are equal under three conditions. They have the same structure. All attributes that the first one reads while it is
-traced are equal in the second. Both are called with equal arguments, except for the values of tensors. Attributes that are never read may
-differ.
+Two modules of a list are equal under three conditions. The modules have the same structure. All attributes that the first module reads
+while it is traced are equal in the second. Both modules are called with equal arguments, except for the values of tensors. Attributes that
+are never read may differ.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. `key` is equal for calls of equal layers. It is None if an argument cannot be compared."""
+    """A call of a layer. `key` is equal for calls of equal layers, and None if an argument cannot be compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -276,7 +276,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
         return instead.get(name, found)
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name not in ("__dict__", "__class__"):  # torch also ignores these when it traces modules
+        if name not in ("__dict__", "__class__"):  # torch also ignores these attributes when it traces modules
             if name not in written and name in reads:
                 _expect_same(name, held.get(name), value)
             written.append(name)
@@ -346,7 +346,7 @@ def _is_begun(node: Any) -> bool:
 
 
 def _root(node: Any) -> Any:
-    """Node that owns the memory of a node. Follows views to the tensor that they alias."""
+    """Node that owns the memory of a node. Follows views to their source."""
     while node.args and isinstance(node.args[0], Node) and not _is_begun(node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not any(one.alias_info for one in schema.returns):

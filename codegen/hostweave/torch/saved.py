@@ -17,8 +17,8 @@ from hostweave.torch.nodes import is_view, modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. Saving them would
-    copy their elements in the forward pass."""
+    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. Saving these values would copy their elements
+    in the forward pass."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
@@ -71,7 +71,7 @@ def _splits(view: Any) -> bool:
     """True if the backward pass can recompute a view without a copy.
 
     False for a reshape of another view that may merge dims, because merged dims that are not contiguous need a copy. Also False for an
-    expansion, such as the bias of a mask. Expansions are saved, because layers may share them.
+    expansion, such as the bias of a mask, because layers may share the expansion.
     """
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"
@@ -99,8 +99,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes all equal layers save the values that most of them save. The minimum cut is not unique, so it may select different values in
-    equal layers. Returns False if nothing changes."""
+    """Makes all equal layers save the values that most of these layers save. The minimum cut of torch may select different values in equal
+    layers. Returns False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():

@@ -92,7 +92,7 @@ def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
 
 
 def _start(action: Action, done: dict[tuple[bool, int, int], int], stages: int) -> int | None:
-    """Time at which the inputs of an action are ready. None if one of them is not computed yet."""
+    """Time at which the inputs of an action are ready. None if an input is not computed yet."""
     kind, stage, one = action
     if kind == "forward":
         return done.get((True, stage - 1, one)) if stage else 0

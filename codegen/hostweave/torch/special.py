@@ -202,7 +202,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0, which has derivatives of cot(pi x). They are polynomials in cot(pi x)."""
+    """Uses the reflection formula below 0. The derivatives of cot(pi x) in this formula are polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)

@@ -51,7 +51,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """Returns a stage with its functions. Also returns the number of rows of a micro-batch, and the mesh axes that shard them."""
+    """Returns a stage with its functions, the number of rows of a micro-batch, and the mesh axes that shard these rows."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -107,10 +107,9 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Part of a backward pass that computes the wanted gradients. It reads the values `before`, which the first half computes.
+    """Half of a backward pass, which computes the wanted gradients: the first half if `before` is empty, otherwise the second half.
 
-    An empty `before` means the first half. Its graph also returns the values that the second half needs. The result contains the names of
-    these values.
+    The first half also computes values that the second half needs. `before` has the types of these values. The result contains their names.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

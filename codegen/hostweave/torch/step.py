@@ -1,4 +1,4 @@
-"""A training step as one program: forward pass, backward pass, and optimizer step. It updates parameters in place."""
+"""A training step as one program: forward pass, backward pass, and optimizer step, which updates parameters in place."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -72,8 +72,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
     """Returns the function that records a graph.
 
-    If `names` is given, the function omits the graph's update, and names the values of the nodes in `names`. It stores each name in
-    `names`, or "" for an input. Several nodes may have the same value.
+    If `names` is given, the function omits the graph's update, and names the values of the nodes in `names`. The function stores each name
+    in `names`, or "" for an input. Several nodes may have the same value.
     """
     update, names = (None if names is not None else graph.update), names or {}
 
@@ -220,7 +220,8 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
     """Infers the types of values between layers from a program without functions.
 
-    The program contains only the first two of several equal layers. The results of the second layer represent those of the others.
+    The program contains only the first two of several equal layers. The results of the second layer represent the results of all later
+    layers.
     """
     if graph.mesh.size == 1:
         return {}

@@ -28,7 +28,7 @@ Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the p
 
 
 class Differentiated(CompiledModule):
-    """A module with compiled gradients. Its programs compute parts of the joint graph."""
+    """A module with compiled gradients, in programs that compute parts of the joint graph."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
@@ -204,8 +204,8 @@ class _Step(torch.autograd.Function):
 
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the version counter of a result. It is saved so that autograd reports a write to the result. The backward pass
-    itself reads only a copy."""
+    """An empty tensor with the version counter of a result. Autograd saves this tensor, and so reports a write to the result. The backward
+    pass itself reads only a copy."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

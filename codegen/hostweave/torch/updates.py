@@ -1,4 +1,4 @@
-"""The part of a program that computes an optimizer's step. It updates parameters and their state in place."""
+"""The part of a program that computes an optimizer's step, which updates parameters and state in place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Updated(NamedTuple):
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. They are sharded like the parameter if they have its shape, otherwise replicated."""
+        """Types of `entries` by name. An entry with the parameter's shape is sharded like the parameter, and other entries are
+        replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -161,8 +162,8 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Returns a function that updates a layer. Its arguments are the keys of `_names_in`. It computes in 64 bits for 64-bit values, and
-        otherwise in 32 bits."""
+        """Returns a function that updates a layer. The arguments of this function are the keys of `_names_in`. The function computes in 64
+        bits for 64-bit values, and otherwise in 32 bits."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
