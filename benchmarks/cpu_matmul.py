@@ -1,4 +1,4 @@
-"""A matmul program on the CPU target, compared with the same OpenBLAS call made directly. Both alternate in one process."""
+"""A matmul program on the CPU target, compared with the same OpenBLAS call made directly. The two calls alternate in one process."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
     torch._dynamo.reset()  # otherwise torch silently stops compiling after a few sizes
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    kept: dict[int, Any] = {}  # keeps torch's results alive, so that its allocator does not return memory that is in the GPU's cache
+    kept: dict[int, Any] = {}  # keeps results alive, so that torch's allocator does not return memory that is in the GPU's cache
 
     def ours() -> Callable[[], Any]:
         given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)

@@ -30,10 +30,10 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
-# Limit of the root mean square of the error, relative to that of the result. At each step two variants differ by at most four roundings to
-# bf16. Their relative errors are independent and at most 2**-8, with a root mean square of 2**-8 / sqrt(3). Measured errors are 0.010 to
-# 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest error of an element is not used, because it
-# depends on the data.
+# Limit of the root mean square of the error, relative to the root mean square of the result. At each step two variants differ by at most
+# four roundings to bf16. The relative errors of the roundings are independent and at most 2**-8, with a root mean square of 2**-8 /
+# sqrt(3). Measured errors are 0.010 to 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest error of
+# an element is not used, because it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory

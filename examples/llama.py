@@ -109,7 +109,7 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """The program `prefill` or `decode`. Both return the next token of each sequence, its logits, and the cache.
+    """The program `prefill` or `decode`. Both programs return the next token of each sequence, the token's logits, and the cache.
 
     `position` is the number of tokens of each sequence in the cache, without padding: after a `prefill`, or before a step of `decode`.
     """

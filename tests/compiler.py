@@ -31,8 +31,8 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# Script that adds options to each kind of command. It passes all other commands to the compiler unchanged. The gold linker, if it is
-# available, halves the link time.
+# Script that adds options to each kind of command. The script passes all other commands to the compiler unchanged. The gold linker, if it
+# is available, halves the link time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in

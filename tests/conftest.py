@@ -34,7 +34,7 @@ WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # variable by which workers get the optimising compiler
 
-# Long tests. They start first, so that the run does not end with one worker that runs a long test.
+# Long tests, which start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
     "test_processes.py",  # on CPUs one worker runs the whole file
     "test_interrupts.py",

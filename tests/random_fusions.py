@@ -195,7 +195,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """argmax and similar ops, sorts and scans. They are on integers, because rounding of floats could create ties."""
+    """argmax and similar ops, sorts and scans, on integers, because rounding of floats could create ties."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -228,7 +228,7 @@ def _first_of(t: hw.Tensor, axis: int) -> hw.Tensor:
 
 
 def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Slice or update. Its position may be computed, out of range, or in a sharded dim."""
+    """Slice or update. The position may be computed, out of range, or in a sharded dim."""
     if t.dtype != hw.i64 or not t.ndim:
         return _with_number(g, values, t)
     cut = [g.random.random() < 0.6 for _ in range(t.ndim)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # set while a test holds the GPUs; a session that the test starts does not wait for them
+HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # set while a test holds the GPUs, so that a session that the test starts does not wait for the GPUs
 FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # folder of the locks
 _locks: list[TextIO] = []  # the lock of the GPUs, while a test of this process holds it
 

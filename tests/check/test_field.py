@@ -1,4 +1,5 @@
-"""Arrays over the finite field give the results of Python integers modulo the prime. Their f64 values (shadows) give NumPy's results."""
+"""Arrays over the finite field give the results of Python integers modulo the prime. The f64 values (shadows) of the arrays give NumPy's
+results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moves between two meshes with every sharding on each. Meshes are disjoint or overlap, and differ in size and axes. The block of each
 rank is compared with NumPy.
 
-One program contains all moves between two meshes, so that it is compiled only once. It runs at several sizes.
+One program contains all moves between two meshes, so that it is compiled only once. The program runs at several sizes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 results are compared with NumPy.
 
 They cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
-activations and gathers precede the products. Epilogues and reductions follow them. Elements are 0, 2^i or 5 * 2^i. So no element divided
-by a scale is near a tie, and the reference in f64 and the program in f32 round to the same value.
+activations and gathers precede the products. Epilogues and reductions follow the products. Elements are 0, 2^i or 5 * 2^i. So no element
+divided by a scale is near a tie, and the reference in f64 and the program in f32 round to the same value.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Random programs on random meshes of some of the ranks, which may overlap. They are checked, and the interpreter's results are compared
-with NumPy."""
+"""Random programs on random meshes of some of the ranks, which may overlap. Programs are checked, and the interpreter's results are
+compared with NumPy."""
 
 from __future__ import annotations
 

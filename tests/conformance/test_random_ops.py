@@ -1,6 +1,6 @@
-"""Random programs of all kinds of ops with random shardings. They are checked, and the interpreter's results are compared with NumPy.
+"""Random programs of all kinds of ops with random shardings. Programs are checked, and the interpreter's results are compared with NumPy.
 
-They use the transports auto and one_sided, loops that the compiler chooses, functions, and donated inputs.
+Programs use the transports auto and one_sided, loops that the compiler chooses, functions, and donated inputs.
 """
 
 from __future__ import annotations

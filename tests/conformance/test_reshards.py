@@ -1,6 +1,6 @@
 """Reshards between all shardings on meshes of one and two axes. The block of each rank is compared with NumPy.
 
-One program contains all reshards on one mesh, so that it is compiled only once. It runs at several sizes.
+One program contains all reshards on one mesh, so that it is compiled only once. The program runs at several sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exported projects are built by CMake. They run on the CPU target, and are compiled and linked for CUDA."""
+"""Exported projects are built by CMake. The projects run on the CPU target, and are compiled and linked for CUDA."""
 
 from __future__ import annotations
 

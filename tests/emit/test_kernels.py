@@ -159,7 +159,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Kernels of i64 and i8 are like those of i32 and u8. Tests of integers also compile them.
+# Kernels of i64 and i8 are like those of i32 and u8. Tests of integers also compile kernels of i64 and i8.
 COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
 
 

@@ -46,7 +46,7 @@ def of_name(name: str, transport: str, ranks: int, graph: str | None = None) -> 
 
 
 class Arrays:
-    """Arrays of one rank for a program. Their values can be changed."""
+    """Arrays of one rank for a program. Tests change the values."""
 
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)

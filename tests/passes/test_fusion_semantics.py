@@ -1,6 +1,6 @@
 """After the passes on the fusion IR, each rank computes its block of the result from its shards and the communications.
 
-The tests execute the result of the passes op by op in NumPy, with one local array per rank for each value. They test the semantics of
+The tests execute the result of the passes op by op in NumPy, with one local array per rank for each value. The tests cover the semantics of
 shardings, partial sums and reshards without a host program.
 """
 

@@ -98,7 +98,7 @@ class Repeats(Donating):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
-        """Calls another block once for each earlier call, or never. Its arguments are the input of the earlier call, the result, or both.
+        """Calls another block once for each earlier call, or never. Each call takes the input of the earlier call, the result, or both.
         Returns the results."""
         draw = Random(~self.seed)  # separate generator, so that other choices stay the same
         if draw.random() < 0.6:

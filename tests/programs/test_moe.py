@@ -127,7 +127,7 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """Choices that exceed the capacity of a rank add nothing to the result. They are the choices of the last tokens for the rank's last
+    """Choices that exceed the capacity of a rank add nothing to the result. These choices are those of the last tokens for the rank's last
     experts."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 

@@ -164,7 +164,7 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [5, 6, 7])
 def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
-    """The variant for uneven rows has no loop, and a warning reports this. Its results are right."""
+    """The variant for uneven rows has no loop, and a warning reports this. The results are right."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
     def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -85,7 +85,7 @@ def arrays_of(fusion: Fusion, **sizes: int) -> dict[str, np.ndarray]:
 def test_every_algorithm(ranks: int, rows: int, transport: str) -> None:
     """The check accepts the program, and the results of each rank equal NumPy's."""
     options, tried = hw.Options(transport=transport), 0
-    for chunks in (2, 3, 2 * ranks, *([4 * ranks] if ranks < 8 else [])):  # 32 chunks on 8 ranks take as long as all others
+    for chunks in (2, 3, 2 * ranks, *([4 * ranks] if ranks < 8 else [])):  # 32 chunks on 8 ranks take as long as all other cases
         made: list[Fusion] = [summed(ranks, rows, chunks), columns(ranks, rows * ranks, chunks)]
         for make, algorithms in ((gathered, GATHERING), (scattered, SCATTERING)):
             for algorithm in POSSIBLE[transport].intersection(algorithms):

@@ -50,7 +50,7 @@ def codegen() -> Model:
 
 
 def mamba() -> Model:
-    """A Mamba model. Its scan always has as many steps as the longest allowed sequence needs."""
+    """A Mamba model, whose scan always has as many steps as the longest allowed sequence needs."""
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
     return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
 
@@ -59,7 +59,7 @@ MLP = {"fc_in.weight": "tp, -", "fc_in.bias": "tp", "fc_out.weight": "-, tp"}
 
 
 def rwkv() -> Model:
-    """An RWKV model. Its loop over tokens becomes a scan."""
+    """An RWKV model, whose loop over tokens becomes a scan."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
     config = transformers.RwkvConfig(vocab_size=VOCABULARY, **sizes, rescale_every=0, use_cache=False)  # rescaling would write to weights
     module, inputs = transformers.RwkvForCausalLM(config).eval(), {"input_ids": tokens()}

@@ -162,7 +162,7 @@ QUANTISED_PLAN = {
 @pytest.mark.extra
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_of_checkpoints(ranks: int) -> None:
-    """Modules of transformers' finegrained_fp8 and fbgemm_fp8 compile unchanged. Their kernels are replaced by scaled matmuls."""
+    """Modules of transformers' finegrained_fp8 and fbgemm_fp8 compile unchanged. Scaled matmuls replace the kernels of these modules."""
     torch.manual_seed(0)
     module, x = Quantised().eval(), torch.randn(3, 16, 256, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), QUANTISED_PLAN if ranks > 1 else {}, (x,))

@@ -1,7 +1,7 @@
 """Entries of torch's op database, op_db: each gives torch's result, or is on the documentation's page of refused entries.
 
-Entries are tested in batches, of which an eighth runs by default, on 2 ranks. With `-m slow` the others run, also on 1 and 4 ranks. `python
--m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
+Entries are tested in batches, of which an eighth runs by default, on 2 ranks. With `-m slow` all batches run, also on 1 and 4 ranks.
+`python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models that transformers does not have: losses and gradients of a step, compared with torch.
 
-They run on 2 ranks, and with `-m slow` also on 1 rank.
+Models run on 2 ranks, and with `-m slow` also on 1 rank.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
 
 
 class Plain(nn.Module):
-    """A layer without a residual, whose backward pass may need its input, its output, or both. It may have one parameter only."""
+    """A layer without a residual, whose backward pass may need its input, its output, or both. The layer may have one parameter only."""
 
     def __init__(self, activation: Callable[[Any], Any], bias: bool, frozen: bool, noise: float):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Random numbers in modules. A seed reproduces the numbers, and each call draws new numbers. Numbers do not depend on the mesh. Their
-distributions are those of torch."""
+"""Random numbers in modules. A seed reproduces the numbers, and each call draws new numbers. Numbers do not depend on the mesh. The
+distributions of the numbers are those of torch."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ def random_view(draw: random.Random, y: Any) -> Any:
 
 
 def random_function(seed: int) -> Callable[..., Any]:
-    """A function that computes values, views of values, and writes to some of them. It returns several of them."""
+    """A function that computes values, views of values, and writes to some of them. The function returns several of these values and
+    views."""
 
     def function(module: Any, y: Any, x: Any) -> Any:
         draw = random.Random(seed)

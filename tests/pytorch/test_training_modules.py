@@ -151,7 +151,8 @@ def test_parametrizations_are_not_run_by_the_compiler() -> None:
 
 
 class Quantized(nn.Module):
-    """A layer that replaces vectors by the nearest of a codebook. Its attributes have the names of attributes of torch's graph modules."""
+    """A layer that replaces vectors by the nearest vector of a codebook. Attributes of the layer have the names of attributes of torch's
+    graph modules."""
 
     meta: torch.Tensor
 
@@ -226,7 +227,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A module whose constants are named `x`, after the variable that the line assigns. Its argument has the same name."""
+    """A module whose constants are named `x`, after the variable that the line assigns. The argument of the module is also named `x`."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)

@@ -255,7 +255,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
-    """Arguments of layers are not results of other layers. They are resharded if they are sharded differently from the parameters."""
+    """Arguments of layers that are not results of other layers are resharded if their sharding differs from the parameters."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}

@@ -1,7 +1,7 @@
 """One rank of a transformer that is prepared as in torchtitan. torchrun starts it, on GPUs if there are any.
 
-The process prints "trained" if 20 steps equal those of torch. It prints "loaded" if training from a checkpoint of tp 4 gives the same
-results at dp 2 x tp 2 as at tp 4.
+The process prints "trained" if 20 steps equal those of torch. The process prints "loaded" if training from a checkpoint of tp 4 gives the
+same results at dp 2 x tp 2 as at tp 4.
 
 torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py
 """
@@ -176,7 +176,7 @@ class WithLoss(nn.Module):
 
 
 def load(group: hw.Group, device: torch.device, folder: str) -> None:
-    """Saves a module and its optimizer at tp 4, and loads them at dp 2 x tp 2. Both continue with equal results."""
+    """Saves a module and its optimizer at tp 4, and loads them at dp 2 x tp 2. Training continues on both meshes with equal results."""
     torch.manual_seed(1)
     whole, given, of_all = Transformer().to(device), batches(4, device, rows_of(group)), batches(4, device)
     meshes = [

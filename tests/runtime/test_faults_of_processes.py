@@ -88,8 +88,8 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later they compare sizes in this
-    # memory. With "store" they instead exchange the sizes at the first call, and whenever sizes change.
+    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later the ranks compare sizes in
+    # this memory. With "store" the ranks instead exchange the sizes at the first call, and whenever sizes change.
     assert len(gathered) == exchanges * RANKS
 
 

@@ -61,7 +61,7 @@ def test_a_program_in_a_jitted_function() -> None:
     np.testing.assert_allclose(mlp(X[:3], W, V)[0], wanted(X[:3])[0], rtol=1e-5, atol=1e-5)  # another size, without jit
 
 
-# Script of one rank. The first weight is sharded by columns. The second and the third call depend only on the first one, so JAX may run
+# Script of one rank. The first weight is sharded by columns. The second and the third call depend only on the first call, so JAX may run
 # them in either order.
 RANK = """
 import sys

@@ -208,7 +208,8 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """Other ranks get an error, and form a new group. They keep their graphs until they exit, so NCCL destroys no communicators before."""
+    """Other ranks get an error, and form a new group. Each rank keeps its graphs until it exits, so NCCL destroys no communicators
+    before."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)

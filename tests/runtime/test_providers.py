@@ -213,7 +213,8 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_torch_distributed_with_the_same_environment() -> None:
-    """torch.distributed, initialised before or after hw.init, can use the same MASTER_PORT. Its default store also works as a provider."""
+    """torch.distributed, initialised before or after hw.init, can use the same MASTER_PORT. The default store of torch.distributed also
+    works as a provider."""
     script = """
 import os
 import torch.distributed as dist

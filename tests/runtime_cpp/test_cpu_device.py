@@ -64,7 +64,8 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Command that builds straighten_cuda.cpp with a fake CUDA runtime. Its graphs are plain data, and may have nodes of unknown kinds."""
+    """Command that builds straighten_cuda.cpp with a fake CUDA runtime. The graphs of the fake runtime are plain data, and may have nodes
+    of unknown kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]

@@ -29,7 +29,7 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A slow machine. At the small sizes of these tests, the ratio of its times of transfers and matmuls is that of GPUs at large sizes.
+# A slow machine. At the small sizes of these tests, the ratio of transfer time to matmul time equals that of GPUs at large sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
@@ -129,8 +129,8 @@ def test_explain() -> None:
 
 
 def test_explain_names_the_gain_of_a_faster_alternative() -> None:
-    """If an alternative is predicted to be faster than the one used, the text has its gain, and why it is not used: the gain is too small,
-    or the user requested another one."""
+    """If an alternative is predicted to be faster than the used alternative, the text has its gain, and why it is not used: the gain is too
+    small, or the user requested another one."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)

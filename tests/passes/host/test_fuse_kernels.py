@@ -252,7 +252,7 @@ def test_kernels_that_read_the_same_are_one() -> None:
 
 
 def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
-    """One kernel writes two adjacent slices of a concat. Their common operand is not written to memory."""
+    """One kernel writes two adjacent slices of a concat. The common operand of the slices is not written to memory."""
     x = hw.f32["M", "N"]
 
     @hw.fusion(x=x, w=hw.f32["M", "M"])

@@ -21,7 +21,7 @@ def gated(rows: int | str) -> hw.Fusion:
 
 
 def body(rows: int | str) -> list[str]:
-    """Text of the instructions that the pass adds. It moves no other instruction."""
+    """Text of the instructions that the pass adds. The pass moves no other instruction."""
     added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
     return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
 

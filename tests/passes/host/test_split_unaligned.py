@@ -66,7 +66,7 @@ def test_in_a_chunk_loop_on_two_ranks() -> None:
 
 
 def test_explain_says_how_a_matmul_is_split() -> None:
-    """`explain` reports how a matmul is split. It does not report slices that the program itself states, or an aligned matmul."""
+    """`explain` reports how a matmul is split. No line reports slices that the program itself states, or an aligned matmul."""
 
     def products(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         x_rest, w_rest = x[:, 8:], w[8:]
