@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 
 @checked
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
-    """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
+    """Compiles a fusion for `target` "cpu" or "cuda". A host program is compiled unchanged.
 
     Lowers the program and verifies it after every pass. `Options.check` says if the result is also checked for races, deadlocks and wrong
     results. The C++ is compiled at the first run, or by `Program.build`.
@@ -166,7 +166,7 @@ class Program:
 
         Each communication has a line: its algorithm, transport, chunks and time, and the times of all alternatives, or the reason why there
         are none. The line of an attention op states whether the op is one library call. Unaligned matmuls that are split have a line, too.
-        Raises ProgramError if the program was compiled from host IR, for which the compiler chooses nothing.
+        Raises ProgramError if the program was compiled from host IR.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -263,11 +263,12 @@ class Program:
         of this process or thread.
 
         If ranks are processes, each rank assumes that sharded dims are split evenly. Otherwise, `sizes` gives the global sizes of the
-        unevenly split dims by name. Sizes that the rank's own arrays do not determine are given too. A rank outside the mesh of an input
-        passes None for this input, and gets None for an output on such a mesh.
+        unevenly split dims by name, and sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input, the
+        rank passes None for it. If a rank is not in the mesh of an output, the rank gets None.
 
-        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library, by default the current stream of
-        the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns when its work is done.
+        On CUDA the call is enqueued on `stream`: a cudaStream_t as an int, or a stream of PyTorch, CuPy or another library. The default is
+        the current stream of the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns
+        when its work is done.
 
         Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, in this call or in an earlier
         one.

@@ -115,8 +115,8 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Invariants of the host IR, each with two passes: the first pass that establishes the invariant, and the first that may break it. None: no
-# pass may. A host program that a user wrote need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
+# Invariants of the host IR. The first pass of an entry establishes the invariant, and the second pass, if any, may break it. A host program
+# that a user wrote need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -220,7 +220,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """Returns the same computation on one device with the dtypes of its values, or the reason why there is none with an empty set."""
+    """Returns the same computation on one device, and the dtypes of its values. If there is none, returns the reason, and an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

@@ -103,7 +103,7 @@ class Running:
         return self.bind(None, arrays) if arrays else None
 
     def _for_windows(self, group: Group, bound: BoundInputs, arrays: Arrays, out: Any) -> Running:
-        """Variant that accesses the arguments in windows in place, or self."""
+        """Variant that accesses arguments in place if they are in windows, or self."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:

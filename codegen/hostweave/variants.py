@@ -65,7 +65,7 @@ class Variants(Generic[R]):
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:
-        """The program for arguments in windows. None if no communication then accesses other arguments in place."""
+        """The program for arguments in windows. None if that would equal the program itself."""
         with self._lock:
             if names not in self._made:
                 made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)

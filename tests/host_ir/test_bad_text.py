@@ -117,7 +117,7 @@ def host(body: str) -> str:
 BAD_HOSTS = {
     host("if rank.x == 0 { " * 1000 + "}" * 1000): "line 2, column .*more than 64 nested bodies or parentheses",
     host("%i = " + "(" * 1000 + "1" + ")" * 1000): "line 2, column .*more than 64 nested bodies or parentheses",
-    host(f"%a = allocate f32[{BIG}]"): "line 2, column 21: an int of 400 digits; the largest one is",
+    host(f"%a = allocate f32[{BIG}]"): "line 2, column 21: an int of 400 digits is too large; the largest int is",
     host(f"%a = allocate f32[{2**62}*{2**62}]"): "line 2, column 21: .* is more than 9223372036854775807, the largest size",
     host(f"%a = allocate f32[{'ceil(' * 5000}M"): "more than 64 nested bodies or parentheses",
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",

@@ -68,7 +68,7 @@ def test_coordinates_in_a_mesh_of_some_ranks() -> None:
         (lambda: FIRST.ranks([2]), "ranks: mesh(x=2 of ranks 0, 1) has no rank 2; its ranks: 0, 1"),
         (lambda: LINE.ranks([1, 1]), "ranks: [1, 1]: name at least one rank, and each once"),
         (lambda: LINE.ranks([]), "ranks: []: name at least one rank, and each once"),
-        (lambda: LINE.ranks([0, 1], a=3), "ranks: 2 ranks do not form a mesh of a=3; the product must be equal"),
+        (lambda: LINE.ranks([0, 1], a=3), "ranks: 2 ranks do not form a mesh of a=3; give axes whose product is 2"),
         (
             lambda: GRID.ranks([0, 5]),
             "ranks: [0, 5] is not a row-major block of mesh(dp=2, tp=4), so its axes cannot be inferred; name them: .ranks([...], x=2)",

@@ -148,7 +148,7 @@ def test_mistakes() -> None:
     fails("i32.* is not a tensor of floats", x=hw.i32["M", 256])
     fails(r"128 does not divide dim 1 of \[M, 200\]; pad it", scaling="block", x=hw.bf16["M", 200])
     fails("block2d needs 2; use hw.reshape", scaling="block2d", x=hw.bf16[128, 128, 128])
-    fails(r"the scale is f32\[M, 2\], but .* needs f32\[M, 1\]; pass such a scale", s=hw.f32["M", 2])
+    fails(r"the scale is f32\[M, 2\], but .* needs f32\[M, 1\]; reshape or cast it", s=hw.f32["M", 2])
 
 
 def test_gathers_do_not_split_the_kernel() -> None:

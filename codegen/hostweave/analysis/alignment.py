@@ -35,8 +35,8 @@ def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> b
 
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul that is slow because of unaligned rows. None for other instructions, and for matmuls of unknown or too small
-    sizes."""
+    """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows. None for all other instructions, and if sizes
+    are unknown or too small."""
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}

@@ -99,7 +99,7 @@ class ArgumentError(HostweaveError, ValueError):
 
 
 class SizeError(ArgumentError):
-    """A call with an array whose dim differs from the program's size, or from the same size of another array."""
+    """A call with an array whose dim differs from the size that the program requires."""
 
 
 class BuildError(HostweaveError, RuntimeError):

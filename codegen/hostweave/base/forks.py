@@ -1,4 +1,4 @@
-"""Makes os.fork safe: in the child, the package's locks are free, and no module of the package is half imported."""
+"""Makes os.fork safe: in the child, registered locks are free, and no late import of the package is half done."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
 import os

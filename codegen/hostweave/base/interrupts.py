@@ -73,7 +73,7 @@ class _Task(Generic[T]):
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Requests the work to stop, and waits for its end. A second Ctrl-C ends this wait."""
+        """Requests the work to stop, and waits up to 15 seconds for its end. A second Ctrl-C ends this wait."""
         self.reason = reason
         if self._started.acquire(blocking=False):
             return
@@ -82,7 +82,7 @@ class _Task(Generic[T]):
         self.wait(_WAIT_TIMEOUT)
 
     def release(self) -> None:
-        """Drops the error, because its traceback refers to this task."""
+        """Drops the result, and the error, whose traceback refers to this task."""
         self._error = self._result = None
 
     def result(self) -> T:

@@ -83,7 +83,7 @@ class Lexer:
         if not text.isdigit():
             self.fail(f"expected an int, found {self.found()}")
         if len(text) > len(str(MAX_INT)) or int(text) > MAX_INT:
-            self.fail(f"an int of {len(text)} digits; the largest one is {MAX_INT}")
+            self.fail(f"an int of {len(text)} digits is too large; the largest int is {MAX_INT}")
         return int(self.take())
 
     def number(self, what: str) -> int | float:

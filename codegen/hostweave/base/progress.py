@@ -2,7 +2,7 @@
 
     hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
 
-Nothing is written if stderr is not a terminal. To see the records, set a level and a handler of `logging.getLogger("hostweave")`.
+There is no progress line if stderr is not a terminal. To see the records, set a level and a handler of `logging.getLogger("hostweave")`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of a `with` block as the work `what`. A nested block only adds its steps, not its name."""
+    """Shows the progress of a `with` block as the work `what`. In a nested block, steps count for the outermost block, and only the logger
+    shows `what`."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:

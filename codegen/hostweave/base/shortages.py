@@ -1,4 +1,4 @@
-"""Remedies for shortages of disk space, open files, memory and threads. Patterns find the shortage in an error's text."""
+"""Remedies for shortages of resources, such as disk space or memory. Patterns find the shortage in the text of an error."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Algorithm:
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """Sets of instructions, of which the transport must support at least one."""
+        """Sets of instructions. The transport must support all instructions of at least one set."""
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
@@ -58,7 +58,7 @@ class Algorithm:
         return tuple(count * ranks for count in self.chunks_to_try)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        """Predicted seconds of the loop. By default for kernels that send the chunks one after another, each to one rank."""
+        """Predicted seconds of the loop. The default is for kernels that send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard

@@ -111,7 +111,7 @@ class Overlap:
         """Seconds in a loop of `chunks` chunks, of which `own` are not transferred.
 
         The transfer of a chunk takes `transfer` seconds alone, and `slower` times as long in the loop. Matmuls that overlap with transfers
-        take `matmul_slowdown` times as long. `added` seconds sum the received blocks.
+        take `matmul_slowdown` times as long. `added` is the number of seconds to sum the received blocks.
         """
         others = chunks - own
         own_chunk, other_chunk = (
@@ -128,7 +128,7 @@ class Overlap:
 
 
 def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds until the rank has computed its own chunks, and then all chunks, which arrive one after another."""
+    """Seconds until the rank has computed its own chunks, and then each arriving chunk. Chunks arrive one after another."""
     computed, arrived = own_chunk, 0.0
     for transfer in transfers:
         arrived += transfer

@@ -90,8 +90,8 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather, or for a tensor that is small or has no equal blocks, an all_gather and a reduction on
-        every rank."""
+        """Emits a reduce_scatter and an all_gather. For a tensor that is small or has no equal blocks, emits an all_gather, and a reduction
+        on every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -183,12 +183,12 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def copy_locally(self, src: str, dst: str) -> None:
-        """Emits a copy on this rank. The shapes may be equal but differ in text, because local sizes name mesh axes."""
+        """Emits a copy on this rank. Equal shapes may differ in text, because local sizes name mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is whole memory that is or will be in a window. A part of memory does not count, because its offset may differ
-        between ranks."""
+        """True if the buffer is a whole parameter or allocation that is or will be in a window. The offset of a part could differ between
+        ranks."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:

@@ -1,5 +1,5 @@
 """Emits moves between meshes. The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes,
-sends and receives are in one group."""
+sends and receives are in one group. On one-sided transports, the receivers get from windows of the senders."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Places memory that peers access in windows."""
+"""Moves memory that peers access to windows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

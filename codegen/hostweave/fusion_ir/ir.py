@@ -48,7 +48,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, because some passes compare each two iterations
+MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, because some passes compare all pairs of iterations
 
 
 CHUNKINGS = ("by_shard", "across_shards")

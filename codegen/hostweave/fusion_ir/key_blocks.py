@@ -81,7 +81,8 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Yields the ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, rows must be sharded like keys."""
+    """Yields the ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, rows must be sharded like the keys
+    before the gather."""
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
         keys, values = map(fusion.made.get, others)

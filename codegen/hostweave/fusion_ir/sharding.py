@@ -43,7 +43,7 @@ class ShardingRule:
     taken: tuple[Layout, ...] | None = None  # layouts that a stated rule requires of the operands, as for a function
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if a dim of the result can be split like `wanted`, if the operands' dims with its label are split alike."""
+        """True if splitting the operands' dims with the same label splits a dim of the result like `wanted`."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]

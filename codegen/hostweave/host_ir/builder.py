@@ -82,14 +82,14 @@ class Builder:
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result the current body does not read, or adds it to `aside`."""
+        """Emits a copy whose result the current body does not read, or adds the copy to `aside` if that is a list."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms by calling `emit`, or adds `emit` to `sums`."""
+        """Emits a sum of terms by calling `emit`, or adds `emit` to `sums` if that is a list."""
         if self.sums is None:
             emit()
         else:

@@ -47,7 +47,7 @@ RemoteRead = Annotated[str, "remote_read"]  # buffer in a peer's memory that is 
 RemoteWrite = Annotated[str, "remote_write"]
 Guarded = Annotated[str, "guard"]  # buffer that is not accessed, but whose accesses must not move across the instruction
 
-# roles that a role implies; an access to a peer's buffer counts as one to the local buffer, because peers access it at the same time
+# roles that a role implies; an access to a peer's buffer counts as one to the local buffer, because all ranks run the same program
 INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),

@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads, which hold rows in registers. A row is held if several walks (loop nests) use it, or to load it before a
-reduction that precedes its use.
+"""Splits rows evenly over threads, which hold rows in registers. A row is held if several walks (loop nests) use the row, or if threads can
+load it before a reduction that precedes the use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -14,7 +14,8 @@ becomes
 If threads hold few accesses, the C++ compiler may have to leave registers for several blocks per multiprocessor. A block then loads rows
 while another block waits for a reduction.
 
-In a kernel that does an all-reduce, latency dominates, so each thread makes one access. The blocks of a cluster then share a long row.
+In a kernel with a collective, latency dominates, so each thread makes one access if possible. The blocks of a cluster then share a long
+row.
 
 A value that several walks use is computed once and held, if the value is expensive or rounded.
 """
@@ -94,7 +95,8 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, depth first. Does not go beyond values in `computed`."""
+    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes values in `computed`, and values that only
+    these need."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -128,7 +130,8 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row evenly, or 0. A thread holds `held` accesses for each of its accesses."""
+    """Number of threads that share a row of `accesses` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
+    registers."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

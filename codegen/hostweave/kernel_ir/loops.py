@@ -1,7 +1,17 @@
 """Loop IR of a kernel, between its ops and its C++. Each pass adds a decision:
 
-loops @normed { keep i in M reduce j in 4096 %x: bf16 at i * 4096 + j %y stored: bf16 at i * 4096 + j walk 0: reduce %mean_square walk 1:
-store %y distribute: a block shares a row, 128 threads vectors of 8 along j outside: %mean_square, %scale hold %x }
+loops @normed {
+  keep i in M
+  reduce j in 4096
+  %x: bf16 at i * 4096 + j
+  %y stored: bf16 at i * 4096 + j
+  walk 0: reduce %mean_square
+  walk 1: store %y
+  distribute: a block shares a row, 128 threads
+  vectors of 8 along j
+  outside: %mean_square, %scale
+  hold %x
+}
 """
 
 from __future__ import annotations

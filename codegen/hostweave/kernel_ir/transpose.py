@@ -32,7 +32,7 @@ def transpose(loops: Loops, machine: Machine) -> Loops:
 
 
 def _writes_across(loops: Loops) -> bool:
-    """True if the order of dims is as described above."""
+    """True if one result is contiguous along the first dim, and all other accesses are contiguous or constant along the last dim."""
     strides = {access: tuple(loops.stride(access, dim) for dim in loops.kept) for access in loops.memory}
     across = [access for access, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
     others = [both for access, both in strides.items() if access not in across]

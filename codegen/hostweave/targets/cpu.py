@@ -63,7 +63,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """The H200 as on a CUDA machine, so that both targets compile equal programs."""
+        """The H200, so that the two targets compile equal programs."""
         return H200
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:

@@ -30,7 +30,8 @@ class Transport:
     # dtype that the transport cannot reduce -> dtype to which it is cast for the reduction
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # maximum number of calls in one group
-    # its kernels occupy multiprocessors until the peers arrive; to avoid deadlocks, such channels run one communication after another
+    # kernels of the transport occupy multiprocessors until the peers arrive; to avoid deadlocks, such channels run one communication after
+    # another
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the arena is registered with the channel, so that ranks can access each other's memory

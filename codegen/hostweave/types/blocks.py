@@ -148,7 +148,8 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if a source shard and a target shard may overlap anywhere: the shard counts differ, and do not surely divide the size."""
+        """True if any source shard may overlap any target shard: the two meshes split the dim, into different numbers of shards, and
+        possibly unevenly."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property

@@ -22,7 +22,7 @@ class Mesh:
 
     `hw.Mesh()` is a single device.
 
-    Raises ProgramError if an axis has no name, a repeated name or a size below 1, or if there are more than 65536 ranks.
+    Raises ProgramError for invalid names or sizes of axes, and for more than 65536 ranks.
 
     Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. The process group of rank 6 along `tp` is ranks 4 to 7.
     """
@@ -69,7 +69,7 @@ class Mesh:
             mesh = Mesh(tuple(axes.items()), chosen)
             if prod(size for _, size in mesh.axes) != len(chosen):
                 raise ProgramError.here(
-                    f"ranks: {len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}; the product must be equal"
+                    f"ranks: {len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}; give axes whose product is {len(chosen)}"
                 )
             return mesh
         if len(self.axes) == 1:
@@ -159,7 +159,7 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Text of ranks: `0, 2, 5`, or `0..4` if they are consecutive."""
+    """Text of ranks: `0, 2, 5`, or `0..4` for ranks 0 to 3 (at least three consecutive ranks)."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
     return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))

@@ -29,7 +29,7 @@ def computing_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Casts as generated code does. Floats of at most 16 bits are rounded from f32. Floats become ints through i64 or u64. f8e4m3
+    """Casts as generated code does. Casts to floats of at most 16 bits round to f32 first. Floats become ints through i64 or u64. f8e4m3
     saturates."""
     if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
         return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))

@@ -37,10 +37,8 @@ class DType:
         return f"hw.{self.name}"
 
     def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
-        """Tensor type, such as `bf16["M@x", "K"]`. A dim is a name or an int, followed by the mesh axes that split it.
-
-        Raises ProgramError if an item is not a dim, or if a mesh axis splits two dims.
-        """
+        """Tensor type, such as `bf16["M@x", "K"]`. A dim is a name or an int. The mesh axes that split a dim follow `@`. Raises
+        ProgramError if the type is not valid."""
         given: tuple[int | str, ...] = with_ints(dims if isinstance(dims, tuple) else (dims,))
         type = TensorType(self, tuple(map(_spec_dim, given)))
         type.check(Location.of_caller())
@@ -386,7 +384,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Ranks must split dims evenly, except dims with a symbol of `uneven`. If `uneven` is None, only zigzag dims must be split evenly.
+    Ranks must split dims evenly, except ints and dims with a symbol of `uneven`. If `uneven` is None, only zigzag dims must be split
+    evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

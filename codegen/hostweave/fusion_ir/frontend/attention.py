@@ -169,7 +169,8 @@ def attention_backward(
     """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
-    arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise it is composed of matmuls.
+    arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise the backward pass is composed
+    of several ops.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum. The bias gradient is

@@ -237,7 +237,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without dims for the elements of a block
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
-        raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; pass such a scale")
+        raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; reshape or cast it")
 
     def divided(by: Tensor) -> Tensor:
         values = _worded("quantized", hw.astype(wide / hw.astype(by, wide.dtype), dtype))

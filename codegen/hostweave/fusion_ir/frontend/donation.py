@@ -16,9 +16,9 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Outputs in the list `outputs`
     that reuse an input are resharded to its sharding.
 
-    Exactly one output must qualify for each input: with the same dtype and dims, and for another input no match. Unless `donate` gives the
-    index of the output, the output must also be computed from the input. The same dims in another order qualify only if no output has the
-    input's shape.
+    Each input needs exactly one qualifying output that no other input uses. An output qualifies if its dtype, mesh and dims are those of
+    the input, and if it is computed from the input. If `donate` gives the index of the output, the output need not be computed from the
+    input. An output with the dims in another order qualifies only if no output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):

@@ -36,7 +36,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       one with the dims in another order is chosen. If several results match, use `donate={"m": 1}` to choose result 1, which need not be
       computed from m.
 
-    The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
+    The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor or a tuple of
+    tensors.
 
     Raises ProgramError if the function cannot be traced. The message names the line.
 

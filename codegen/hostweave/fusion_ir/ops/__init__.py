@@ -30,8 +30,8 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if the dtype cannot
-    represent the number."""
+    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if no operand is a tensor,
+    or if the dtype cannot represent a number."""
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
         return ()
@@ -47,7 +47,8 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if the dtype can represent a Python number: bool a bool, a float dtype a float or an int, and an int dtype an int in range."""
+    """True if the dtype can represent a Python number. A bool needs dtype bool, and a float a float dtype. An int needs a float dtype, or
+    an int dtype with enough bits."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":

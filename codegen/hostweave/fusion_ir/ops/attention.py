@@ -10,7 +10,7 @@ never materialised. Optional operands follow the required operands:
 
 With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last blocks may be short or
 empty. The result has an additional first dim, the block, which is sharded like the keys. Lengths have this dim too, and count the valid
-keys of each block. If a row sees no key of a block, the block's result for this row is 0, and its log-sum-exp is -inf.
+keys of each block. If a row sees no key of a block, the result of the block for this row is 0, and the log-sum-exp is -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Entries of `operands`, a sequence with one entry per operand, by the words lengths, bias and offsets."""
+    """The words lengths, bias and offsets -> entry of `operands`, which has one entry per operand of the op."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 

@@ -45,7 +45,7 @@ class OpDef:
 
     - `infer(operand types, op)` returns the dtype and global shape of the result, or raises Mismatch.
     - `map(operand types, op)` returns the index map.
-    - `numpy(np, *arrays, **attributes)` computes the op on arrays. If the user states the shape or dtype of the result (`target`), `numpy`
+    - `numpy(np, *arrays, **attributes)` computes the op on arrays. If the op states the shape or dtype of the result (`target`), `numpy`
       also gets `shape` or `dtype`. A call gets `run`, which evaluates its function.
     """
 

@@ -192,7 +192,7 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Index map of scatters. If scatter_sum has a source that is sharded along the indexed dim, each rank adds its shard."""
+    """Index map of scatters. If the source of a scatter_sum is sharded along the indexed dim, each rank adds its part of the source."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)

@@ -130,7 +130,7 @@ def as_term(op: Op, x: TensorType) -> Op:
 
 
 def is_one_element(op: Op, x: Sequence[Size]) -> bool:
-    """True if the op is a reduction over dims of one element of shape `x` that keeps the values."""
+    """True if the op is a reduction that keeps the values of an operand of shape `x`, because all reduced dims have one element."""
     combine = OPS[op.kind].combine
     is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
     return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
