@@ -43,7 +43,7 @@ def check(
     - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. The caller's
       accesses before and after the call are included. Accesses of one instruction or group are unordered.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
-    - A send has no recv, or collectives differ between ranks.
+    - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
@@ -52,8 +52,8 @@ def check(
 
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
-    If the program has signals, two consecutive calls are checked: a put of the second call must be ordered after the target's work in the
-    first call. Three more rules then hold:
+    If the program has signals, two consecutive calls are checked: a put of the second call must be ordered after the target rank's work in
+    the first call. Three more rules then hold:
 
     - The signals and waits of a rank are totally ordered.
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.

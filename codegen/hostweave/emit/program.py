@@ -78,7 +78,7 @@ class UserFunction:
 
 
 class ProgramSources:
-    """Contents of the generated source files. Raises ProgramError for an op that has no C++."""
+    """Contents of the generated source files."""
 
     def __init__(self, program: ir.HostProgram, machine: Machine = H200):
         names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)

@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the first rank in bytes: inputs, outputs and temporaries."""
+        """Peak memory of the first rank in bytes: inputs, outputs and temporaries. 0 if the timeline is measured."""
         return max((held for _, held in self.memory), default=0)
 
     @property

@@ -32,7 +32,8 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a fraction of the measured time. Negative if the prediction is too short."""
+        """Error of the prediction as a fraction of the measured time. Negative if the prediction is too short, and 0 if the measured time
+        is 0."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
@@ -63,7 +64,8 @@ class Report:
 
     @cached_property
     def differences(self) -> tuple[Comparison, ...]:
-        """Predicted and measured times of each instruction, over all ranks and loop iterations. Empty if nothing was measured."""
+        """Mean predicted and measured times of each instruction that computes or communicates, over all ranks and loop iterations. Empty if
+        nothing was measured."""
         found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
         measured = self.measured.events if self.measured else ()
         for one, other in zip(self.predicted.events, measured, strict=False):

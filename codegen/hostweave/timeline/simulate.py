@@ -2,7 +2,8 @@
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
 proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy,
-links evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`.
+links evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`. Kernels that
+communicate are slower while the rank computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
 
 A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Attention takes the time of its
-matmuls. Any other op takes the time to read its operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009).
+matmuls, or the time to move its operands and results. Pointwise ops and reductions take the time to read their operands and to write their
+results (Williams, Waterman and Patterson, "Roofline", 2009). `communication/cost.py` predicts communication.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
     """Predicts the seconds that each op takes alone on the machine, by the name of the result. Missing sizes count as 4096. A view takes no
-    time. A call takes as long as all ops of its function together."""
+    time. A call takes as long as all ops of its function together, and a repeat takes as long as all its calls."""
     functions: dict[str, float] = {}
     for body in fusion.functions:
         functions[body.name] = sum(_of_body(body, sizes, machine, tf32, functions).values())
@@ -225,7 +226,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 
 
 def _ranks(op: Op, mesh: Mesh) -> int:
-    """Number of ranks that communicate along the axes of a reshard step."""
+    """Number of ranks that communicate along the axes of a reshard step. 2 if the step has no axes."""
     axes = step_of(op).axes
     return mesh.size_of(axes) if axes else 2
 

@@ -105,7 +105,8 @@ class _Finder:
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """True if `user` is a matmul with gathered rows, and the other operand is computed before the first consumer."""
+        """True if the loop of a gather can compute `user`, a matmul with gathered rows. The other operand must be computed before the first
+        consumer."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -118,8 +119,8 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul whose result only the reduction reads, and the chunked dim. No matmul if a chunked operand comes from a
-        communication, a partial sum or a loop."""
+        """Returns the matmul that a chunk loop can compute for a reduction, and the chunked dim. No matmul if another op reads its result,
+        or if a chunked operand comes from a communication, a partial sum or a loop."""
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -161,8 +162,8 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Returns all alternatives for a candidate, fastest first. All numbers of chunks divide the dim, and loops over keys have at most one
-    chunk per rank."""
+    """Returns all alternatives for a candidate, fastest first. The number of chunks divides the dim. Loops over keys have at most one chunk
+    per rank."""
     op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -204,10 +205,12 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 
 
 def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
-    """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
+    """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty if the op has no alternatives, or if a
+    size is unknown.
 
-    A collective is always possible. Copy engines are possible if ranks can access each other's memory: by puts of operands that are not in
-    windows, and by gets of operands in windows. With one chunk per rank, a loop of matmuls reads the separate shards of an operand.
+    A collective is always possible. Copy engines are possible if ranks can access each other's memory. They use gets for reduce-scatters,
+    and for operands in memory that the program allocates. Other operands are not in windows, so copy engines use puts. With one chunk per
+    rank, a loop of matmuls reads the separate shards of an operand.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -266,8 +269,8 @@ def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses the alternative that the user stated for a reshard, or else the fastest if it gains enough over sequential execution. Raises
-    ProgramError if the stated alternative is not possible."""
+    """Chooses the alternative that the user stated for a reshard, or else the fastest, or sequential execution if the fastest gains too
+    little. Raises ProgramError if the stated alternative is not possible."""
     choice = Choice(reshard.result.name, fusion.name, possible)
     sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
@@ -318,7 +321,7 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
     """Position to which the op at `position` can move up: the latest one at which the passed ops hide all of the op's time, or else the
-    earliest. The op stays behind the kernel that computes its operand, and pointwise ops that read this operand."""
+    earliest. The op passes no communication, not the op that computes its operand, and no pointwise op that depends on the operand."""
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
     for other in ops[:position]:
@@ -368,8 +371,8 @@ def _is_large(op: Op) -> bool:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Moves matmuls that no large op needs, such as gradients of weights, down to positions at which ops wait for a communication. A matmul
-    passes at most two communications, because its operands stay alive until its new position."""
+    """Moves matmuls that no large op needs, such as gradients of weights, down to positions at which ops wait for a communication. Ops that
+    depend on these matmuls move too. A matmul passes at most two communications, because its operands stay alive until its new position."""
     needed = needed_by_large(ops)  # does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
     clock = link = 0.0  # end times of all computation and of all communication so far

@@ -96,7 +96,7 @@ class Expected:
 def difference(
     expected: Expected, instances: Instances, matches: Sequence[MatchedCommunications], executed: set[tree.Instruction] | None = None
 ) -> Difference | None:
-    """The first difference between a host program and its fusion, at the sizes of `expected`.
+    """The first difference between a host program and its fusion at the sizes of `expected`, or None.
 
     In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run, so a second
     run uses exp(a + b) = exp(a) exp(b). If an instruction other than the backward pass of attention reads log-sum-exps, a correct program

@@ -257,7 +257,7 @@ class _Choice:
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
         """Chunking and rotation of a loop without communication: those of an earlier loop that computes an operand, if the loops can then
-        fuse."""
+        fuse. Otherwise the loop is across shards, unless the user states a chunking."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -387,5 +387,5 @@ class _Loops:
 
 
 def _in_loop(op: Op) -> Stream:
-    """Stream of an op inside a loop, which states the chunks and the chunking."""
+    """Stream of an op inside a loop. The loop itself states the chunks and the chunking."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

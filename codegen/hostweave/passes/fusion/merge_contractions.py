@@ -56,7 +56,7 @@ class _Merging(OpRewriter):
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
-        """Follows reshapes and permutations back to their source, as long as they only merge dims."""
+        """Follows permutations, and reshapes that only merge dims, back to their source. Stops at streamed and pinned values."""
         op = self.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:

@@ -22,7 +22,8 @@ MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predi
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster."""
+    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster. Fusions with streamed ops keep their
+    order."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
@@ -80,7 +81,7 @@ class _Ranks:
         return tuple(order)
 
     def behind(self) -> dict[str, int]:
-        """Longest time from the start of an op to the end of all ops that depend on it."""
+        """For each op, the longest time of a chain of dependent ops that begins with this op."""
         result: dict[str, int] = {}
         for op in reversed(self.fusion.ops):
             result[op.result.name] = result.get(op.result.name, 0) + self.times[op.result.name]

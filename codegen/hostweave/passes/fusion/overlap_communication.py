@@ -130,8 +130,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves all-reduces to the end of a body if they overlap with nothing, and no large op needs them. `group_communications` can then
-    group these all-reduces."""
+    """In a body with matmuls or attention, moves all-reduces to the end if they overlap with nothing, and no large op needs them.
+    `group_communications` can then group these all-reduces."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()

@@ -61,7 +61,7 @@ class _Numbering(OpRewriter):
             self.emit(op)
 
     def choose(self, op: Op) -> Choice | None:
-        """Chooses between a chunk loop and gathers without overlap. None if a size is unknown."""
+        """Chooses between a chunk loop and gathers without overlap. None if a size is unknown, or if no loop is possible."""
         options, gathers = self.options, [self.gather(name, op) for name in op.tensors[1:]]
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 

@@ -1,4 +1,5 @@
-"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads the whole stack.
+"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads the whole stack. Selects that are
+returned or streamed stay.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))

@@ -7,7 +7,7 @@
                                                           launch @sum_y %rows -> %y
                                                         }
 
-The kernel is not added for many rows of stated sizes. For ints, `split_reductions` has already chosen one kernel or two.
+The kernel is not added if the stated sizes give many rows. For constant sizes, `split_reductions` has already chosen one kernel or two.
 """
 
 from dataclasses import replace

@@ -8,7 +8,8 @@
                                                     }
 
 The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel occupies the device while it
-waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
+waits for other ranks. Programs that communicate on separate streams therefore keep their collectives. So do programs with signals, with a
+stated transport, or without access to peer memory.
 """
 
 from dataclasses import replace
@@ -76,7 +77,7 @@ class _Reducing:
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.FromTo) -> int:
-        """Largest number of elements that a kernel should send to each rank. 0 if a kernel cannot do the collective."""
+        """Largest number of elements that a kernel should send to each rank. 0 if a kernel cannot do the collective, or would be slower."""
         channel, is_nested = self.given.channel(i.channel), place.loop or place.mesh_body or place.statement != place.number
         is_sum = not isinstance(i, ir.Reduction) or i.op == "sum"
         if not is_sum or i.is_shared or is_nested or channel.mesh != self.given.mesh:

@@ -71,7 +71,7 @@ class _Sharing:
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
-        """Places the result in the operand's memory, if `place` is the operand's last use and the result's first use."""
+        """Places the result in the operand's memory, if possible."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
         if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
@@ -88,7 +88,7 @@ class _Sharing:
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the result's memory, if no instruction before `place` accesses that memory."""
+        """Places the operand in the result's memory, if possible."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
@@ -106,7 +106,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be there, and reads of the input come before."""
+        """Places the operand in the memory of a donated input, if the result must be there. Reads of the input must come before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -124,7 +124,8 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """If only a copy uses the result of a kernel, moves the kernel to the copy, and makes it write to the copy's destination."""
+        """Moves a kernel to the copy of its result, and makes the kernel write to the copy's destination. Nothing else may use the
+        result."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction

@@ -60,7 +60,7 @@ class _Split:
 
 
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
-    """The fewest innermost reduced dims that together have enough elements for a thread block. Empty if one kernel suffices."""
+    """The fewest innermost reduced dims that together have enough elements for a thread block. Empty if the kernel is not split."""
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()

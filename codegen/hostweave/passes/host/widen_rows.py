@@ -1,4 +1,5 @@
-"""Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if the padding makes the matmul much faster.
+"""Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if that saves time according to the figures of the
+machine.
 
     %y = allocate bf16[M, 50257]              %y_padded = allocate bf16[M, 50264]
     matmul %x, %w -> %y                       %y = slice %y_padded[1: 50257 from 0]
@@ -6,7 +7,8 @@
                                               launch @softmax %y -> %z
 
 The padding is never read or written. A kernel copies an unaligned input before the matmul, or an output after the matmul, because inputs
-and outputs of the program have no padding. `split_unaligned` later splits off the 50257th column.
+and outputs of the program have no padding. Some temporaries are copied too, such as those in windows. `split_unaligned` later splits off
+the 50257th column.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them.
+"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another instruction
+computes the gradients.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
