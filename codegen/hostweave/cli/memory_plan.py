@@ -69,7 +69,7 @@ class ArenaLayout:
 
 
 class ArenaEvents:
-    """Records calls of `hw::MemoryPlan`. `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
+    """Records calls of `hw::MemoryPlan`. `place` replays the calls in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers
@@ -82,7 +82,7 @@ class ArenaEvents:
         return slice(self.count - count, self.count)
 
     def allocate(self, buffers: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """Records an allocation of these buffers, of `bytes` bytes each. If `bytes` is -1, their size is that of the matmul workspace."""
+        """Records an allocation of these buffers, of `bytes` bytes each. If `bytes` is -1, each has the size of the matmul workspace."""
         self.events.append((3 if in_window else 0, buffers.start, buffers.stop - buffers.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, buffers: slice) -> None:

@@ -16,8 +16,8 @@ MIN_SHARE = 0.1  # smallest reported cost, as a fraction of the bytes of a rank'
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """Returns one line for each costly choice, with its location. `fusion` is the last stage before the host IR. Sizes that are not in
-    `sizes` have defaults.
+    """Returns one line for each costly choice, with its location. `fusion` is the fusion from which `host` was lowered. Sizes that are not
+    in `sizes` have defaults.
 
     Gathers that the user requested by `hw.reshard` or `.stream` are not reported.
     """

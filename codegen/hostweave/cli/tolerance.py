@@ -29,7 +29,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     """Tolerance for a result of this dtype, if inputs have magnitudes of about 1 and random signs: 0 for integers and bools.
 
     - `reduction_length` n is the number of products or elements that one sum has.
-    - `terms` D is the number of partial sums, one per rank. Each is rounded to the dtype before the sums are added.
+    - `terms` D is the number of partial sums, one per rank. Each partial sum is rounded to the dtype before the sums are added.
     - `scores` is the sum of m c (see below) over the softmaxes on which the value depends.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
@@ -39,8 +39,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
       a times the sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n.
       At most b = 512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors, in total
       2 a b sqrt(n / b).
-    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Adding them gives D - 1 sums of size up to sqrt(n), which are
-      also rounded. If all errors have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
+    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Adding these sums gives D - 1 sums of size up to sqrt(n),
+      which are also rounded. If all errors have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u
+      D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
     - Scores of a softmax are sums of m products times a scale c. A score has the error 2 a m c. The relative error of a weight exp(score)
       is then 2 a m c, and so is that of a mean with these weights. A sum of n means has an error of 2 a m c sqrt(n).

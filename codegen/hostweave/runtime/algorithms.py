@@ -1,5 +1,5 @@
 """Algorithms of cuBLASLt that `Options(tune=True)` has measured. The cache stores the algorithms, and all ranks of a group use the same
-ones."""
+algorithms."""
 
 import contextlib
 import json

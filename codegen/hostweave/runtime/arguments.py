@@ -111,7 +111,7 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 
 
 class BoundInputs:
-    """Bound arrays of a program by name, and the inputs that its calls still take.
+    """Bound arrays of a program by name, and the inputs that calls still take.
 
     The constructor makes the checks that need neither the other inputs nor the rank's device. The first call on each rank makes the other
     checks.

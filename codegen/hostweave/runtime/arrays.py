@@ -38,7 +38,7 @@ class ArrayLibrary(Protocol):
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """Element type. If Hostweave has no such dtype, this is the library's name for the type."""
+        """Element type, or the library's name for a type that Hostweave does not have."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
@@ -61,7 +61,7 @@ class ArrayLibrary(Protocol):
         """The library's current cudaStream_t on a GPU."""
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        """Makes `empty` in the `with` block allocate for use on that cudaStream_t. None means the current stream."""
+        """Makes `empty` in the `with` block allocate for use on a cudaStream_t, or on the current stream if `stream` is None."""
 
     def wait(self, device: int) -> None:
         """Waits for all work on the library's current stream of that device."""

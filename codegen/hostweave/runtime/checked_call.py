@@ -19,7 +19,7 @@ from hostweave.runtime.windows import WindowPosition, Windows, window_positions
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
-MadeOutput = tuple[ArrayLibrary, Array] | None  # None if this rank has no block of it
+MadeOutput = tuple[ArrayLibrary, Array] | None  # None for an output in a donated input, or without a block here
 
 _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
@@ -260,7 +260,7 @@ class Arguments:
         None.
         """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
-        infers = not sizes or None in shapes  # a call that passes sizes has to pass those of all sharded dims
+        infers = not sizes or None in shapes  # a call that passes sizes must pass the sizes of all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):

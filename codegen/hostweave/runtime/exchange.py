@@ -1,6 +1,6 @@
 """Exchanges of records between ranks, on the host: each rank contributes a record, and gets the records of all ranks.
 
-If one rank reports a failure, the others stop waiting. Most records are signatures of calls, by which ranks check that all of them are
+If one rank reports a failure, the other ranks stop waiting. Most records are signatures of calls, by which ranks check that all of them are
 about to make the same call.
 """
 

@@ -94,7 +94,7 @@ class FallibleGroup:
             return str(error)
 
     def fail(self, reason: str) -> None:
-        """Marks the group as failed on this rank and on all others."""
+        """Marks the group as failed on all ranks."""
 
         def fail() -> None:
             if not self._failure:  # a reason that is set was already reported to the other ranks
@@ -158,8 +158,8 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange. If ranks compare sizes there,
-        `sizes` are those of call `call`."""
+        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange. If ranks compare sizes in this
+        exchange, `sizes` are the sizes of call `call`."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 

@@ -16,9 +16,10 @@ class CommonGraphs:
     """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
 
     The library of these transports requires that all ranks capture a communication, or none. All ranks must therefore decide alike, but a
-    rank knows only whether its own arrays repeat. So all ranks vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
-    graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as
-    graphs until the next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs until the next vote.
+    rank knows only whether its own arrays repeat. So all ranks vote before the same calls: calls 3, 5, 9, 17 and so on, at most 4096 calls
+    apart. A rank votes for graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for
+    graphs, calls run as graphs until the next vote, and a rank with new arrays captures another graph. Otherwise calls run without graphs
+    until the next vote.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class CommonGraphs:
         self._calls += 1
 
     def vote(self, unseen: int) -> bool:
-        """Vote of this rank. `unseen` is the number of its calls so far that had new arrays."""
+        """Vote of this rank. `unseen` is the number of this rank's calls so far that had new arrays."""
         calls, new = self._calls - self._at_last_vote[0], unseen - self._at_last_vote[1]
         return new * CALLS_PER_NEW_ARRAY <= calls
 

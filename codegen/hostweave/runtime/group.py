@@ -73,7 +73,7 @@ def init(
     rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
-    the duration of a call. `device` is the index of this rank's GPU. By default it is the local rank modulo the number of visible GPUs.
+    the duration of a call. `device` is the index of this rank's GPU. The default is the local rank modulo the number of visible GPUs.
 
     Raises ExecutionError if ranks cannot connect, do not join in time, or disagree on the number of ranks. Raises ArgumentError for invalid
     arguments or environment variables, and if this process is already in the group as another rank or with another number of ranks.
@@ -292,7 +292,8 @@ class Group(FallibleGroup):
     # --- used by programs on this rank
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """The native object of this rank on a device of the target. Any program's module can create the object. All programs share it."""
+        """The native object of this rank on a device of the target. The module of any program can create the object, which all programs
+        share."""
         native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:

@@ -95,7 +95,7 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
 
 
 def first_node(nodes: str) -> str:
-    """First node of a SLURM node list. For "gpu[03-05,9],login1" it is gpu03."""
+    """First node of a SLURM node list, such as gpu03 of "gpu[03-05,9],login1"."""
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 

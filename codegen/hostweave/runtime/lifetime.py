@@ -27,7 +27,7 @@ class Exiting(ExecutionError):
 
 
 class _Calls:
-    """Counts the threads that are inside the runtime. Each enters by `with calls:`."""
+    """Counts the threads that are inside the runtime. A thread enters by `with calls:`."""
 
     def __init__(self) -> None:
         self._inside: dict[int, int] = {}  # thread -> nesting depth; each thread writes only its entry
@@ -84,7 +84,7 @@ def expect_running() -> None:
     """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer
     waits for it.
 
-    Functions that wait call this repeatedly.
+    Functions that wait call `expect_running` repeatedly.
     """
     if calls.ending:
         raise Exiting("the interpreter is exiting; join threads that run programs before the main thread ends")
@@ -94,7 +94,8 @@ def expect_running() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call it before any import: if another thread was importing a module at the fork, an import of that module in the child never ends.
+    Call this function before any import: if another thread was importing a module at the fork, an import of that module in the child never
+    ends.
     """
     global _used
     if _forked:

@@ -107,7 +107,7 @@ class LocalProgram:
 
     def _why_out_of_reach(self) -> str:
         """Reason why this rank cannot access the memory of peers on some channel, or "". If the program has optional transports, all ranks
-        return the reason of the lowest rank that has one."""
+        return the reason of the lowest rank that has a reason."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why

@@ -160,7 +160,7 @@ class Threads:
 
 
 class KnownRank:
-    """Part of a provider that knows the rank from its start."""
+    """Part of a provider whose rank is known when the provider is created."""
 
     _rank: int
     _count: int

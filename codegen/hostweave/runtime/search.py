@@ -20,7 +20,7 @@ from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
-RANKED = 3  # alternatives to run per choice, in addition to the sequential one
+RANKED = 3  # alternatives to run per choice, in addition to the sequential program
 ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # number of rounds; in a round, number of warm-up calls and of timed calls of every alternative
 
 

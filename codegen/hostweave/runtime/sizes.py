@@ -157,7 +157,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """Describes the first input whose size differs between these ranks, with its size on each of them."""
+        """Describes the first input whose size differs between these ranks, with the size on each rank."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.global_shapes[index] for sizes in given.values()}) == 1:
                 continue

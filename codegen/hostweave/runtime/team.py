@@ -187,7 +187,7 @@ class Team:
 
 @contextmanager
 def team_of(target: Target, size: int) -> Iterator[Team]:
-    """Team of `size` ranks for programs of a target. Only the current thread may use it. A team that breaks is closed."""
+    """Team of `size` ranks for programs of a target. Only the current thread may use the team. A team that breaks is closed."""
     key = target.name, size
     with acquired(_run_lock), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)

@@ -44,8 +44,7 @@ class Watchdog:
             self._listener.join(_LISTEN_SECONDS)
 
 
-# The threads may free the group, and with it device memory. They do so inside `with calls`, so that the interpreter does not exit
-# meanwhile.
+# The threads may free the group and its device memory, but only inside `with calls`, so that the interpreter does not exit meanwhile.
 
 
 def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:

@@ -68,7 +68,7 @@ def compile(
     Compiles the forward pass. With `training`, also compiles the backward pass. With `optimizer`, compiles a whole training step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. Names may have wildcards. A pattern may omit the
-    first components of a path, but its last component must match that of the path. An entry is one of:
+    first components of a path. The last component of the pattern must match the last component of the path. An entry is one of:
 
     - a parameter, a buffer or an input, with a mesh axis (`dp+tp` for two axes) or `-` for each dim: `"q_proj.weight": "tp, -"`;
     - the result of a module: `"layers.*": "-, tp, -"`;

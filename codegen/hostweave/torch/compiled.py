@@ -75,13 +75,14 @@ class CompiledModule(Delegating):
     of the original module.
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
-    blocks, and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so
-    calls see the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
+    blocks, and other arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
+    place, so calls see the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and
+    `check`.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
         """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` contains the program of the backward
-        pass, or the one that accumulates gradients."""
+        pass, or the program that accumulates gradients."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
@@ -198,8 +199,8 @@ class CompiledModule(Delegating):
 
         The value is "traced", or "as layers.0" if the module uses the trace of the equal module `layers.0`.
 
-        If the attributes or calls of a module differ, it is traced separately, with the reason: `traced: its attention.scale differs from
-        layers.0`.
+        If the attributes or calls of a module differ, the module is traced separately. The value then has the reason: `traced: its
+        attention.scale differs from layers.0`.
         """
         return self._graph.traced
 
@@ -387,7 +388,7 @@ def _keywords(spec: Any) -> list[str]:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs. None for a device on which it is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs. None for a device on which autocast is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 

@@ -148,8 +148,8 @@ def rwkv_attention(
 ) -> Any:
     """Computes `rwkv_linear_attention` of transformers as a scan over tokens. Calls `of_token` for a single token.
 
-    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The exponent m cancels in the
-    result, so the maxima get no gradient.
+    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The exponents m are maxima,
+    and get no gradient, because m cancels in the result.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)

@@ -83,8 +83,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. In the backward pass, `derivative` replaces the op. It reads the gradients of
-    the results with indices `given`, and returns the gradients of the arguments with indices `made`."""
+    """An op that replaces a layer, or marks its start or end. In the backward pass, `derivative` replaces the op. The derivative reads the
+    gradients of the results with indices `given`, and returns the gradients of the arguments with indices `made`."""
 
     op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
     derivative: Callable[[list[Any], int], Any]

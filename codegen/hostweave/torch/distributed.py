@@ -32,7 +32,7 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if it was not called on the module."""
+    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if the module was not prepared by `fully_shard`."""
     found: dict[tuple[str, ...], str] = {}
     for path, state in states(module).items():
         for group in state._fsdp_param_groups:
@@ -141,7 +141,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Restores the original dtypes of parameters, and inserts a cast before the first use of each, in the layer of that use."""
+    """Restores the original dtypes of parameters, and inserts a cast before the first use of each parameter, in the layer of that use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:

@@ -45,7 +45,7 @@ from hostweave.torch.strides import of_storages
 tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's symbolic sizes
 _TORCH = str(Path(torch.__file__).parent)
 
-# Ops that are not decomposed. Each is an op of a fusion, or a composite op that the compiler recognises.
+# Ops that are not decomposed: ops of a fusion, and composite ops that the compiler recognises.
 _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
@@ -105,7 +105,7 @@ def exported(
             of_storages(program.graph)
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
-            _rename(program, lambda name: f"module.{name}")  # so that no name equals that of an attribute of torch's GraphModule
+            _rename(program, lambda name: f"module.{name}")  # so that no name equals the name of an attribute of torch's GraphModule
             program = of_pairs(program.run_decompositions(table), table)
             _rename(program, lambda name: name.removeprefix("module."))
             write_out(program.graph)
@@ -218,7 +218,7 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
             yield sys.modules[name], "rwkv_linear_attention", partial(rwkv_attention, sys.modules[name].rwkv_linear_attention_cpu)
     for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
         yield logging.getLogger(name), "isEnabledFor", lambda _: False
-    yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports it at its first export
+    yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports this module at the first export
     yield torch._export.utils, _MATERIALIZE, _materialize_once
 
 

@@ -77,7 +77,7 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """Shape of a recorded value. Sizes replace the numbers that represent them."""
+        """Shape of a recorded value, with unknown sizes instead of the numbers that represent these sizes."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:

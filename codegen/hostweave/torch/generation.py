@@ -27,7 +27,7 @@ _patching = threading.Lock()  # ranks may be threads
 
 
 def _defer_stops() -> None:
-    """Makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all ended,
+    """Makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all sequences ended,
     transformers undoes the last step. Without this patch, transformers defers the check only on MPS."""
     from transformers.generation import utils
 
@@ -64,7 +64,8 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a launch can compute a call: tensors have the same sizes, other values are equal, and the cache is that of the graph."""
+        """True if a launch can compute a call: tensors have the same sizes, other values are equal, and the call uses the cache of the
+        graph."""
         leaves, form = _flat({**kwargs, self._word: None})
         return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -77,7 +78,7 @@ class TokenGraph:
             return self.result()
 
     def result(self) -> Any:
-        """Copy of the last launch's result, without its cache."""
+        """Copy of the last launch's result, without the cache."""
         made = self._captured.outputs
         parts = {name: value for name, value in made.items() if name != self._word}
         return type(made)(**{name: _clone(value) for name, value in parts.items()})
@@ -107,7 +108,7 @@ class _Rank:
 
 
 class Generation:
-    """Programs of a module that generates sequences. Each is compiled when a call first needs it."""
+    """Programs of a module that generates sequences. A program is compiled when a call first needs it."""
 
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
         """`compile` compiles the module for given keyword arguments and dynamic shapes."""
@@ -196,7 +197,7 @@ class Generation:
             return self._plain(kwargs, group)
         own.is_first = False
         is_taken = own.graph is not None and own.graph.takes(kwargs)
-        all_take = group.can_exchange and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture one
+        all_take = group.can_exchange and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture a graph
         if own.graph and all_take:
             return own.graph(kwargs)
         program = self._program(kwargs, is_whole=False)

@@ -49,7 +49,7 @@ class GradientUpdate:
     """Computation that a program appends to a graph, such as an optimizer step. The computation reads the gradients, which are the last
     values of the graph, and writes to the memory of inputs."""
 
-    types: dict[str, TensorType]  # types of all inputs, in order: those of the graph, and additional ones
+    types: dict[str, TensorType]  # types of all inputs, in order: inputs of the graph, then additional inputs
     donated: dict[str, int]  # written input -> index of the result that reuses its memory
     gradients: int  # number of gradients that `compute` reads
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # (all inputs, gradients) -> results
@@ -66,7 +66,7 @@ class Graph:
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
     results: list[AxesOfDims | None] | None = None  # sharding of each output, None if inferred; without a list: see `_placed` of trace.py
-    labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
+    labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # placeholder or constant -> name of the fusion's input
@@ -74,7 +74,7 @@ class Graph:
     parameters: dict[str, str] = field(default_factory=dict)  # input of the fusion -> name of the module's tensor
     arguments: list[Node] = field(default_factory=list)  # placeholders of the module's arguments, including numbers
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant that is bound to it
-    uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> that number
+    uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> the number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error

@@ -71,7 +71,7 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
 
 
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
-    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
+    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither the address nor the dtype."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
 

@@ -1,4 +1,4 @@
-"""Traces the joint graph of a module by AOTAutograd. torch's min-cut partitioner splits it into a forward and a backward graph."""
+"""Traces the joint graph of a module by AOTAutograd. torch's min-cut partitioner splits this graph into a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Joint:
 
     @cached_property
     def results_saved(self) -> dict[Node, int]:
-        """Maps each saved value that is also a result to its index."""
+        """Maps each saved value that is also a result to the index of the result."""
         output: Any = self.forward.graph.output_node()
         return {node: number for number, node in enumerate(output.args[0][: len(self.results)]) if node in self.saved}
 
@@ -426,7 +426,7 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) 
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Converts a mask to a bias that is added to the scores. Expands its last dim to the number of keys."""
+    """Converts a mask to a bias that is added to the scores. Expands the last dim to the number of keys."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])

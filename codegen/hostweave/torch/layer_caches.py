@@ -161,7 +161,7 @@ class Part:
         return LayerState(leaves, spec, sources, dict(zip(written, count(len(made) - len(written)), strict=False))), why
 
     def put(self, state: LayerState, made: Sequence[torch.Tensor]) -> None:
-        """Sets the state of the cache to that after a call. Copies new contents into the memory of written tensors."""
+        """Sets the state of the cache to the state after a call. Copies new contents into the memory of written tensors."""
         for number, result in state.written.items():
             self.tensors[number].copy_(made[result])
         known = [*self.tensors, *made]

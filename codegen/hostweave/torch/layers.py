@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads, and `results` are its
-    values that other nodes read."""
+    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads, and `results` are the
+    module's values that other nodes read."""
 
     path: str
     name: str

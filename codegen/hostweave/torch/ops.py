@@ -1,6 +1,6 @@
 """Ops that replace ATen ops in training graphs. Each of these ops remains one op in the forward and in the backward pass, for every
-sharding. ATen's own derivatives flatten leading dims, which prevents sharding these dims. They also select kernels for one device. The ops
-have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
+sharding. ATen's own derivatives flatten leading dims, which prevents sharding these dims. These derivatives also select kernels for one
+device. The ops have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class _Called:
 
 
 def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Calls the torch.autograd.Function with this number, so that its own derivative is used."""
+    """Calls the torch.autograd.Function with this number, so that the function's own derivative is used."""
     return _CALLED[number].apply(given)
 
 

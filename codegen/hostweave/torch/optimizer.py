@@ -32,7 +32,7 @@ from hostweave.torch.nodes import shape_of
 
 PARAMETER, GRADIENT = "parameter", "gradient"  # names of the values that every optimizer's step reads
 _OFF = ("foreach", "fused")  # options that are switched off: they change the speed, but not the results
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps; others are compiled as constants
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps; other options are compiled as constants
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
 
@@ -121,7 +121,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records steps of an optimizer for it, with one group's options."""
+    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with one group's options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -339,7 +339,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Records the source of a tensor's value. With `anew`, other views of its storage become invalid, because it was written."""
+        """Records the source of a tensor's value. With `anew`, other views of the storage become invalid, because the tensor was
+        written."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -356,7 +357,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if a call differs otherwise."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if anything else differs."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -381,7 +382,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
-    """Returns the name, args and kwargs of the functional form of an op. Returns the source tensor if the op copies it unchanged."""
+    """Returns the name, args and kwargs of the functional form of an op. Returns the source tensor if the op is an unchanged copy."""
     word, names = base, [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
     match base.rstrip("_") if target is not None else "":
         case "copy":
@@ -447,7 +448,7 @@ def _lazy_numbers(optimizer: type) -> Iterator[None]:
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    """Returns a variant of `max` or `min`. If one argument is a "meta" tensor and all others are numbers, it clamps the tensor."""
+    """Returns a variant of `max` or `min`. If one argument is a "meta" tensor and all others are numbers, the variant clamps the tensor."""
 
     def chosen(*values: Any, **how: Any) -> Any:
         tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
@@ -502,7 +503,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Records one step for each scheduled option, with a slightly changed value. Omits options for which this fails."""
+        """Records one step for each scheduled option, with a slightly changed value. Omits options for which the recording fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -568,7 +569,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Returns a slightly changed option. Returns `of_zero` if the option is 0, and None if it is not a float."""
+    """Returns a slightly changed option. Returns `of_zero` if the option is 0, and None if the option is not a float."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

@@ -26,12 +26,12 @@ class Layouts:
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # mesh axes that shard batches; parameters sharded over them are gathered before use
+    data: set[str] = field(default_factory=set)  # mesh axes that shard batches; parameters sharded over these axes are gathered before use
     rows: int = 0  # with fully_shard: number of rows of all ranks; results are also sharded by rows
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result by rows. Empty if the size of its first dim is not the number of rows."""
+        """Sharding of an argument or result by rows. Empty if the size of the first dim is not the number of rows."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
@@ -52,7 +52,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = parameter_axes(parameter, mesh, name)
-    names_of: dict[int, list[str]] = {}  # id of a tensor -> its names; a tied tensor has several
+    names_of: dict[int, list[str]] = {}  # id of a tensor -> its names; a tied tensor has several names
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     stated: dict[str, str] = {}  # name -> entry of the plan that stated its sharding

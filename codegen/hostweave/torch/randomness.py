@@ -36,7 +36,7 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
     """Draws seeds for a call of the module `name`, u32 on the CPU. All ranks of the group call this function, and get the same seeds.
 
     The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that
-    generator, so rank 0 draws for all of them.
+    generator, so rank 0 draws for all ranks.
     """
     draws = group is None or not group.in_process or group.rank == 0
     own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []

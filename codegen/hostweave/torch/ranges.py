@@ -43,7 +43,7 @@ class Ranges(Generic[P]):
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls; -1 once all ranks use the part
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """Part for these arguments, or None if the sequential program runs. All ranks of a group call this, with the same sizes."""
+        """Part for these arguments, or None if the sequential program runs. All ranks of a group call this method, with the same sizes."""
         is_one = group is None or group.count == 1
         sizes = {
             size: arrays[name].shape[dim]

@@ -30,7 +30,7 @@ from hostweave.types.mesh import Mesh
 
 @dataclass
 class ModelPart:
-    """A part of a model between two graph breaks, as `explain` reports it. `why` is the reason if it runs eagerly."""
+    """A part of a model between two graph breaks, as `explain` reports it. `why` is the reason if the part runs eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
@@ -63,7 +63,7 @@ class RegionPlan:
 
 
 class Region:
-    """A graph of Dynamo and the programs compiled for it. Call it with the arguments of the graph."""
+    """A graph of Dynamo and its compiled programs. A call takes the arguments of the graph."""
 
     def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._plan, self._graph, self._part = plan, graph, part

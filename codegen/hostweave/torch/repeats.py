@@ -37,10 +37,11 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of a traced layer. A copy of its nodes replaces each op `layer` that has its number."""
+    """A traced layer, or the derivative of a traced layer. A copy of the traced nodes replaces each op `layer` that has the number of the
+    trace."""
 
     path: str
-    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows them
+    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows the arguments
     layer: Traced | None = None  # for a derivative: the layer
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
@@ -148,7 +149,7 @@ class Repeats:
         return forward
 
     def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
-        """Traces a layer. Also returns its tensors, and a reason why it cannot represent other layers, or ""."""
+        """Traces a layer. Also returns the layer's tensors, and a reason why the layer cannot represent other layers, or ""."""
         traced = Traced(path, len(call.arguments))
         self._traced.append(traced)
         begun = list(ops.layer_begins(*call.operands, traced.number))
@@ -191,7 +192,7 @@ class Repeats:
         return ""
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Attributes that each module read, by path. An equal layer reads the same attributes as the traced one."""
+        """Attributes that each module read, by path. An equal layer reads the same attributes as the traced layer."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")
@@ -211,7 +212,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
-    """Describes how a layer differs from a traced one. Returns "" if both compute the same."""
+    """Describes how a layer differs from a traced one. Returns "" if both layers compute the same."""
     if structure != first.structure:
         return "its structure differs"
     if call.key != first.call.key:
@@ -297,7 +298,7 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
 
 
 def write_out(graph: Graph) -> None:
-    """Replaces each op `layer` by a copy of the nodes of the traced layer, or traced derivative, that has its number."""
+    """Replaces each op `layer` by a copy of the nodes of the traced layer, or traced derivative, that has the number of the op."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)

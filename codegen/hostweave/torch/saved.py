@@ -137,8 +137,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values. First come the kinds with the most values, usually one value per layer, sorted by layer. Then come the others,
-    sorted by kind. A kind is a name without the layer's number."""
+    """Sorts saved values. First come the kinds with the most values, usually one value per layer, sorted by layer. Then come the other
+    kinds, sorted by kind. A kind is a name without the layer's number."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

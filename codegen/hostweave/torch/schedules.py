@@ -24,8 +24,8 @@ class Action(NamedTuple):
 def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[Action]:
     """Actions of all parts of the mesh in one order, in which each action follows the actions on which it depends.
 
-    Stage s is at coordinate `s % parts` of the mesh axis. "auto" returns 1F1B, or its interleaved form if a coordinate has several stages.
-    The compiler may then change this order (`passes/fusion/order_stages.py`).
+    Stage s is at coordinate `s % parts` of the mesh axis. "auto" returns 1F1B, or interleaved 1F1B if a coordinate has several stages. The
+    compiler may then change this order (`passes/fusion/order_stages.py`).
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")

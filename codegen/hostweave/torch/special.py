@@ -17,7 +17,8 @@ _FAR = 25.0  # above this argument, asymptotic expansions have an error below 1e
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule computes in float32. The result has the dtype of the first float operand, or float32 for ints."""
+    """Returns the rule of an op. The rule computes in float32, and refuses float64 and complex operands. The result has the dtype of the
+    first float operand, or float32 for ints."""
 
     def rule(x: Any, *others: Any) -> Any:
         given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
@@ -54,7 +55,7 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the asymptotic expansion in 1 / (8 x). All Bessel functions use it for large arguments."""
+    """Even and odd part of the asymptotic expansion in 1 / (8 x). All Bessel functions use the expansion for large arguments."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k

@@ -1,4 +1,4 @@
-"""Traces a stage of a pipeline. One function computes its forward pass. One or two functions compute its backward pass."""
+"""Traces a stage of a pipeline. One function computes the forward pass of the stage. One or two functions compute the backward pass."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
     """Half of a backward pass, which computes the wanted gradients: the first half if `before` is empty, otherwise the second half.
 
-    The first half also computes values that the second half needs. `before` has the types of these values. The result contains their names.
+    The first half also computes values that the second half needs. `before` has the types of these values. The result contains the names of
+    these values.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

@@ -184,7 +184,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """Variable name for a node's value: the name of the innermost module if the value is its result. Otherwise None."""
+    """Variable name for a node's value: the name of the innermost module if the value is the result of that module. Otherwise None."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -253,7 +253,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if each program input that a layer reads has the type of the value that the next equal layer reads in its place."""
+    """True if the next equal layer reads values of the same types as the program inputs that a layer reads."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -205,7 +205,7 @@ class _Step(torch.autograd.Function):
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
     """An empty tensor with the version counter of a result. Autograd saves this tensor, and so reports a write to the result. The backward
-    pass itself reads only a copy."""
+    pass reads a copy of the result."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

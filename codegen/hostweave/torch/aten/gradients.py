@@ -45,7 +45,7 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 
 
 def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
-    """Draws random numbers for a tensor. If it has more dims than the generator's counter, its later dims are merged first."""
+    """Draws random numbers for a tensor. If the tensor has more dims than the generator's counter, the later dims are merged first."""
     if x.ndim <= MAX_RANDOM_DIMS:
         return draw(x)
     return hw.reshape(draw(hw.reshape(x, *x.shape[:3], -1)), *x.shape)
@@ -168,7 +168,7 @@ def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Te
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
-    """Replaces the elements where a mask is true by one value, or adds the value to them."""
+    """Replaces the elements where a mask is true by one value, or adds the value to these elements."""
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
@@ -251,7 +251,8 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, takes the gradient of this result, and returns that of x."""
+    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, takes the gradient of this result, and returns the gradient of
+    x."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
@@ -266,7 +267,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """Returns x with a slice replaced by the source. Derivatives of writes to slices use it."""
+    """Returns x with a slice replaced by the source. Derivatives of writes to slices use this op."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")
