@@ -107,7 +107,7 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
 
 
 def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
-    """Random inputs. Only the first 4096 rows are random; the other rows repeat them."""
+    """Random inputs. Only the first 4096 rows are random; the other rows repeat these rows."""
     random, arrays = np.random.default_rng(0), {}
     for value in fusion.inputs:
         rows, *row = map(int, value.type.shape)
@@ -117,7 +117,7 @@ def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
 
 
 def _shared() -> dict[str, hw.Fusion]:
-    """Attention forward and backward, on one GPU and with rows on two, in order and in zigzag."""
+    """Attention forward and backward, on one GPU, and on two GPUs with rows in order and in zigzag."""
     made = {}
     for name, pass_ in (("forward", _forward_of), ("backward", _backward_of)):
         made[name] = pass_(1, "cp")

@@ -287,7 +287,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
         return call
 
     def copy() -> Callable[[], Any]:
-        half = -(-moved // 8192) * 4096  # a copy of 48 MiB and 16 bytes takes 7% longer than one of 48 MiB
+        half = -(-moved // 8192) * 4096  # a copy of 48 MiB and 16 bytes takes 7% longer than a copy of 48 MiB
         source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
         return lambda: target.copy_(source)
 

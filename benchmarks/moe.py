@@ -3,8 +3,8 @@
 - products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8 to 128 experts,
   16 to 4096 tokens per expert, and even or skewed routing.
 - dispatch: each GPU sends each of 128 or 4096 tokens to the ranks of 8 of 64 experts, and gets the results back. Tokens have 7168 elements.
-  Hostweave sends a token once to each rank, and returns a sum in f32. A baseline is torch's all_to_all_single, for which the host
-  knows all counts in advance. Another one is the predicted time of a copy engine that sends a row for each token and expert.
+  Hostweave sends a token once to each rank, and returns a sum in f32. A baseline is torch's all_to_all_single, for which the host knows all
+  counts in advance. Another baseline is the predicted time of a copy engine that sends a row for each token and expert.
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by

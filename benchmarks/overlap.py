@@ -12,9 +12,9 @@ variants of a case, in the order of the output:
 - torch's fused operators;
 - Hostweave in a CUDA graph, and Hostweave with the operand of the gather in a window, as in the hand-written code.
 
-torch and the last two variants use one process per GPU, all others one thread per GPU. Data is random, in bf16. Arguments are names of
-cases; default: all. `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code, if the installed version is older.
-`cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is
+torch and the last two variants use one process per GPU. All other variants use one thread per GPU. Data is random, in bf16. Arguments are
+names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code, if the installed version is
+older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is
 site-packages/nvidia/cublasmp/cu13.
 """
 

@@ -263,7 +263,7 @@ def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls that compute gradients of all parameters and of the input. All use one module with DTensor parameters."""
+    """Calls that compute gradients of all parameters and of the input. All calls use one module with DTensor parameters."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input().requires_grad_()
     local, tangent = (t.detach().chunk(ranks, 1)[rank].contiguous() for t in (x, x.flip(1)))

@@ -56,8 +56,8 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """One layer. If `decode`, it processes one token, which attends to the cache. Otherwise it processes a prompt whose tokens are sharded
-    along the sequence."""
+    """One layer. With `decode`, the layer processes one token, which attends to the cache. Otherwise the layer processes a prompt whose
+    tokens are sharded along the sequence."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
@@ -163,7 +163,7 @@ def compiled(c, tp, target="cpu", is_sampled=False):
 
 
 def load(folder, c, mesh, rank, device="cpu"):
-    """Reads the weights of a rank. Returns them by the names of the programs' inputs."""
+    """Reads the weights of a rank, by the names of the programs' inputs."""
     ours = {name: short(name) for name in other_weights(c)}
     types = other_weights(c)
     for i in range(c.num_hidden_layers):
