@@ -247,9 +247,7 @@ class CppExprPrinter:
 
     def _operand(self, expr: Expr, precedence: int) -> str:
         text = self.expr(expr)
-        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or (expr.op in "/%" and precedence > 2)):
-            return f"({text})"
-        return text
+        return f"({text})" if isinstance(expr, Binary) and OPERATORS[expr.op][0] < precedence else text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
         """Returns the C++ of a remainder that is never negative. In C++, a negative left operand gives a negative remainder, so the C++

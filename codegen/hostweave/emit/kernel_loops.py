@@ -256,7 +256,7 @@ class LoopPrinter:
         if len(terms) == 1 and terms[0][1] == ONE:
             return terms[0][0]
         wide = [f"{index} * {self.integers.factor(stride)}" for index, stride in terms if stride != ONE]
-        return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
+        return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or Word("0")
 
     def declarations(self) -> tuple[str, ...]:
         """Declarations that decompose a linear index into the indices of the result's dims, such as `element / (m * N) % 4`."""

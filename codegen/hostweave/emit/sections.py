@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import copysign
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import Word, compute_type, number
 from hostweave.emit.kernel_facts import KernelFacts
-from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.kernel_ir.loops import ONE, ZERO, gathers_in_order, index_at, stored
-from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
+from hostweave.types.tensor import DType, bool_, f32, f64, i32, i64, u64
 
 
 class Lane(str):
@@ -275,11 +274,11 @@ class Section:
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
-            loops, name = self.kernel.loops, op.result.name
+            index = self.kernel.loops.offset(op.result.name)
             if op[OFFSET] != ZERO:
-                return f"({loops.integers.first_factor(op[OFFSET])} + {loops.offset(name)})", i64
-            offset = loops.offset(name)
-            return offset if isinstance(offset, Word) or not loops.terms(name) else f"({offset})", i64
+                index = f"{self.kernel.loops.integers.first_factor(op[OFFSET])} + {index}"
+            is_cast = dtype == i32 or isinstance(index, Word)  # a cast to 32 bits adds parentheses
+            return index if is_cast else f"({index})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):
@@ -297,7 +296,7 @@ class Section:
         if not OPS[op.kind].cpp:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         value = self.rounded if OPS[op.kind].rounds_operands else self.value
-        texts = [value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
+        texts = [value(o) if isinstance(o, str) else number(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
         if self.outer and OPS[op.kind].prepared and op.operands[-1] in self.kernel.ir.prepared:
             texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
@@ -313,7 +312,7 @@ class Section:
             with kernel.loops.inside(op, spans) as conditions:
                 branches.append((" && ".join(conditions), one, one.element(name) if is_moved else one.value(name, is_assigned=True)))
         if VALUE in OPS[op.kind].attributes:
-            literal = _literal(op[VALUE], dtype)
+            literal = number(op[VALUE], dtype)
             branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
         else:  # conditions on upper bounds suffice, because each operand begins where the previous one ends
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
@@ -398,11 +397,6 @@ class Section:
         if not combine or not combine.is_mean:
             return total, wide
         return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
-
-
-def _literal(value: Scalar, dtype: DType) -> str:
-    text = number(value, dtype)
-    return f"({text})" if copysign(1, value) < 0 else text
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:

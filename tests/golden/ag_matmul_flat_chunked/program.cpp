@@ -57,7 +57,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, channel_x_.comm(), stream));
-      HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - i / 2 + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);

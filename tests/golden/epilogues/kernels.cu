@@ -15,7 +15,7 @@ __global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float s_e = s_i.f32(e);
-        const float maximum_s = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
+        const float maximum_s = (s_e > -1.0f || s_e != s_e) ? s_e : -1.0f;
         c_i[e] = hw::bf16((maximum_s < 1.0f || maximum_s != maximum_s) ? maximum_s : 1.0f);
       }
       hw::store(c + i, c_i);

@@ -17,7 +17,7 @@ __global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u,
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float g_e = g_i.f32(e);
-        const float maximum_g = (g_e > (-1.0f) || g_e != g_e) ? g_e : (-1.0f);
+        const float maximum_g = (g_e > -1.0f || g_e != g_e) ? g_e : -1.0f;
         const float minimum_g = (maximum_g < 1.0f || maximum_g != maximum_g) ? maximum_g : 1.0f;
         h_i[e] = hw::bf16(minimum_g * u_i.f32(e));
       }

@@ -84,7 +84,7 @@ __global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, floa
         for (int e = 0; e < kWidth; ++e) {
           const float y_lse_e = y_lse_ij[e];
           const float y_max_1 = y_max[e];
-          const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
+          const float y_maximum_e = (y_max_1 > -1e+30f || y_max_1 != y_max_1) ? y_max_1 : -1e+30f;
           const float y_subtract = y_lse_e - y_maximum_e;
           const float y_exp = expf(y_subtract);
           sum[e] += y_exp;
@@ -95,7 +95,7 @@ __global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, floa
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float y_max_1 = y_max[e];
-        const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
+        const float y_maximum_e = (y_max_1 > -1e+30f || y_max_1 != y_max_1) ? y_max_1 : -1e+30f;
         y_maximum_j[e] = y_maximum_e;
         y_sum_j[e] = sum[e];
       }

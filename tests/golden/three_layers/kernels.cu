@@ -15,7 +15,7 @@ __global__ void maximum_minimum_h(const hw::bf16* matmul_w_in, hw::bf16* h, int6
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float matmul_w_in_e = matmul_w_in_i.f32(e);
-        const float maximum_w_in = (matmul_w_in_e > (-1.0f) || matmul_w_in_e != matmul_w_in_e) ? matmul_w_in_e : (-1.0f);
+        const float maximum_w_in = (matmul_w_in_e > -1.0f || matmul_w_in_e != matmul_w_in_e) ? matmul_w_in_e : -1.0f;
         h_i[e] = hw::bf16((maximum_w_in < 1.0f || maximum_w_in != maximum_w_in) ? maximum_w_in : 1.0f);
       }
       hw::store(h + i, h_i);
@@ -50,7 +50,7 @@ __global__ void fused_y(const hw::bf16* scattered_landing, const hw::bf16* x, hw
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float add_x = x_j.f32(e) + scattered[e];
-        const float maximum_x = (add_x > (-1.0f) || add_x != add_x) ? add_x : (-1.0f);
+        const float maximum_x = (add_x > -1.0f || add_x != add_x) ? add_x : -1.0f;
         y_j[e] = hw::bf16((maximum_x < 1.0f || maximum_x != maximum_x) ? maximum_x : 1.0f);
       }
       hw::store(y + j, y_j);

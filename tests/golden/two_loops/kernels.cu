@@ -15,7 +15,7 @@ __global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float matmul_v_e = matmul_v_i.f32(e);
-        const float maximum_v = (matmul_v_e > (-1.0f) || matmul_v_e != matmul_v_e) ? matmul_v_e : (-1.0f);
+        const float maximum_v = (matmul_v_e > -1.0f || matmul_v_e != matmul_v_e) ? matmul_v_e : -1.0f;
         g_i[e] = hw::bf16((maximum_v < 1.0f || maximum_v != maximum_v) ? maximum_v : 1.0f);
       }
       hw::store(g + i, g_i);

@@ -46,13 +46,13 @@ __global__ void fused_where_is_past(const float* scores, float* where_is_past, i
     for (Index element : hw::over_grid<kWidth, Index>(S * T_tp)) {
       const int64_t i = element / Index(S);
       const int64_t j = element % Index(S);
-      const int32_t iota_T_expanded = int32_t((T_first_tp + i));
+      const int32_t iota_T_expanded = int32_t(T_first_tp + i);
       const auto scores_element = hw::load<kWidth>(scores + element);
       hw::Values<float, kWidth> where_is_past_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const bool is_past = iota_T_expanded >= int32_t((j + e));
-        where_is_past_element[e] = is_past ? scores_element[e] : (-INFINITY);
+        const bool is_past = iota_T_expanded >= int32_t(j + e);
+        where_is_past_element[e] = is_past ? scores_element[e] : -INFINITY;
       }
       hw::store(where_is_past + element, where_is_past_element);
     }

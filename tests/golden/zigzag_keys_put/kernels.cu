@@ -87,7 +87,7 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
           const float y_attention_lse_e = y_attention_lse_ij[e];
           const float y_attention_max_1 = y_attention_max[e];
           const float y_attention_maximum_e =
-              (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+              (y_attention_max_1 > -1e+30f || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : -1e+30f;
           const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
           const float y_attention_exp = expf(y_attention_subtract);
           sum[e] += y_attention_exp;
@@ -99,7 +99,7 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
       for (int e = 0; e < kWidth; ++e) {
         const float y_attention_max_1 = y_attention_max[e];
         const float y_attention_maximum_e =
-            (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+            (y_attention_max_1 > -1e+30f || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : -1e+30f;
         y_attention_maximum_j[e] = y_attention_maximum_e;
         y_attention_sum_j[e] = sum[e];
       }
