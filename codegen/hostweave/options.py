@@ -1,7 +1,5 @@
 """`hw.Options`, the options of `hw.compile`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from numbers import Integral

@@ -1,7 +1,5 @@
 """The passes that lower a fusion to a host program, in order. Each pass is a function in a file with the same name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

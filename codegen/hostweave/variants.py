@@ -1,7 +1,5 @@
 """Variants of a program: the same computation, compiled for calls that the program itself cannot run."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache

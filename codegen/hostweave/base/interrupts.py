@@ -4,8 +4,6 @@ Python raises KeyboardInterrupt in the main thread between any two bytecode inst
 another thread does the work, and the main thread only waits. Interrupted work stops when it next calls `expect_not_interrupted`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@
 There is no progress line if stderr is not a terminal. To see the records, set a level and a handler of `logging.getLogger("hostweave")`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Remedies for shortages of resources, such as disk space or memory. Patterns find the shortage in the text of an error."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from collections.abc import Callable

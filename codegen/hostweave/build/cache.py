@@ -4,8 +4,6 @@ If several processes need the same entry, one process makes it, and the others w
 refuses folders that other users can write, and files that changed after they were published.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

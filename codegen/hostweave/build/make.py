@@ -1,7 +1,5 @@
 """Compiles and links the files that the cache lacks, in parallel."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

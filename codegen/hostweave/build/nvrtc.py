@@ -4,8 +4,6 @@ Each unit of the source, usually one kernel, becomes a cubin that is embedded in
 `hw::JitKernel` (hostweave/jit.h).
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs compilers as library calls or as child processes. Child processes end when this process ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -7,8 +7,6 @@ the cached sources keep the line comments of the first build.
 missing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Proves that a host program has no races, no deadlocks and no reads of uninitialised memory, and checks its results."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import combinations
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """`hostweave inspect --memory`: offsets of a host program's temporaries at given sizes, the peak, and its lower bound."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 If each shard has 8 rows, this loop has 2 iterations of 3 rows, and 1 iteration of 2 rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Exports a program as a CMake project: a library with a C++ and a C API. The project needs no Python."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Emits C++ for host IR instructions: computes the operands and names that the template of each instruction needs."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

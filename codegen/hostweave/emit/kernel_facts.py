@@ -1,7 +1,5 @@
 """Data of a kernel for the emission of C++: names, sizes, buffer types, accumulators, and templates of ops."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property

@@ -125,10 +125,6 @@ class ProgramSources:
         self.source_headers = _source_headers(flat, context)
 
     @property
-    def has_arrays(self) -> bool:
-        return any(buffer.pool for buffer in self.temporaries)
-
-    @property
     def structs(self) -> tuple[Structs, ...]:
         return self.context.structs
 

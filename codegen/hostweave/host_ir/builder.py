@@ -1,7 +1,5 @@
 """Builder of host programs: makes names unique, infers types of views, nests bodies, omits identity views, and reuses equal views."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

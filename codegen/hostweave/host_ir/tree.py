@@ -4,8 +4,6 @@ The role of a field says what the instruction does with the buffer, event or oth
 instruction itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Failures of a group: how a rank detects them, reports them to the other ranks, and aborts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

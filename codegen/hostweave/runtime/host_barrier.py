@@ -1,7 +1,5 @@
 """A barrier in shared memory, at which processes of one host also compare a number. A barrier takes a few microseconds."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

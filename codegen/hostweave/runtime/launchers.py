@@ -1,7 +1,5 @@
 """The environment variables of launchers: torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

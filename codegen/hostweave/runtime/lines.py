@@ -1,7 +1,5 @@
 """Adds the user's source lines to errors that name a line of the generated program."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

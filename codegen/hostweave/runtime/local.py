@@ -1,7 +1,5 @@
 """A program on this rank of a group. Implements `program(*local_arrays)`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

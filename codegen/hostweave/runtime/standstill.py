@@ -4,8 +4,6 @@ the unfinished line waits.
 Each rank describes its position as a list of `RankPosition`, one per program, in JSON. `describe` combines the positions of all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

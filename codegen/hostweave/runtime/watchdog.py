@@ -5,8 +5,6 @@ different call. The watchdog thread then reports the position of every rank and 
 listener thread reads the reports of other ranks, so that a store that does not answer does not block the watchdog thread.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Arrays in windows. A window is memory of a rank that the other ranks can access in place. `Group.empty` allocates such arrays."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """CPU target: a library on the CPU executes the CUDA, NCCL and cuBLASLt calls. Ranks are threads or processes of one host."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache

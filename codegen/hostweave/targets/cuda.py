@@ -1,7 +1,5 @@
 """CUDA target: one NVIDIA GPU per rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicts the time of each operation of a host program that runs alone on a machine, and the engine that executes the operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial

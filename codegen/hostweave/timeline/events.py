@@ -1,7 +1,5 @@
 """Timelines: the operations that every rank executes over time, and totals of computation, exposed communication and idle time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

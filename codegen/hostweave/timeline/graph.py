@@ -1,8 +1,6 @@
 """Picture of a fusion: one row per value, arcs from operands to users, and the mesh axes that shard each dim. Also the changes of
 passes."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

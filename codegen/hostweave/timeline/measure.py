@@ -5,8 +5,6 @@ matmul %x, %w -> %y     ->     mark
                                mark
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Layout of a picture of timelines: one row per rank and stream, with the prediction above the measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

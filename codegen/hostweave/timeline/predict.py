@@ -1,7 +1,5 @@
 """Predicts the timeline of a host program by simulating its operations at given sizes, from the figures of a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Reports that compare a predicted timeline with a measured one, as HTML page, Perfetto trace or picture."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

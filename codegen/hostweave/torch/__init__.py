@@ -7,8 +7,6 @@ logits = model(input_ids)
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 from hostweave.base.errors import optional
 
 optional("torch", "hostweave.torch")

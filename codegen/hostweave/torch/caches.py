@@ -1,8 +1,6 @@
 """Caches of transformers as arguments of a compiled module. The tensors of a cache are inputs of the program. All other attributes must
 have the same values as at compile time."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A compiled module. It is called like the original module, and reads the tensors of the original module in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 

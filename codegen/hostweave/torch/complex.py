@@ -1,7 +1,5 @@
 """Converts complex numbers of a graph to pairs of real numbers, and Fourier transforms to matmuls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

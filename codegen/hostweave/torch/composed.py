@@ -1,7 +1,5 @@
 """Decomposition rules: ATen ops written in terms of other ATen ops. In training, torch differentiates the decomposed graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

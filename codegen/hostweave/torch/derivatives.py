@@ -2,8 +2,6 @@
 is one op. Later, copies of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and the same
 arguments require grad."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

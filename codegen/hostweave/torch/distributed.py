@@ -4,8 +4,6 @@ Hooks of torch.distributed gather and cast DTensors. A compiled program contains
 module is exported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """Graphs that Dynamo passes to a backend: values and source lines of nodes, unsupported nodes, and execution on global tensors."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exports a module as a graph of ATen ops on global tensors, with torch.export."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

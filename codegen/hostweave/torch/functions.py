@@ -3,8 +3,6 @@ ops on tensors without memory. The same table as for modules translates these op
 sizes that are known only when the program runs.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`generate` of transformers with compiled programs: one for prompts, and one for the next token of each sequence."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 import warnings

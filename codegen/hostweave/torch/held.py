@@ -1,7 +1,5 @@
 """Detects changes of a module's tensors that a compiled program would not see, such as a replaced parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Traces the joint graph of a module by AOTAutograd. torch's min-cut partitioner splits this graph into a forward and a backward graph."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import ChainMap

@@ -5,8 +5,6 @@ if the layer uses the state of other layers. The `Index` records comparisons and
 layer.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

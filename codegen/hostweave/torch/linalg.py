@@ -5,8 +5,6 @@ Errors are reported as by torch's ops with the suffix `_ex`: `info` is the numbe
 size are inverted by blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts about the nodes of a torch.fx graph: ops, sizes, modules, source lines and names."""
 
-from __future__ import annotations
-
 import operator
 import re
 from pathlib import Path

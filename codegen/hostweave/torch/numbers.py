@@ -1,8 +1,6 @@
 """Numbers that are known only when a program runs: elements that `item` reads, and numbers computed from sizes. In a graph, these numbers
 become tensors without dims."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

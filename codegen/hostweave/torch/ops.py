@@ -3,8 +3,6 @@ sharding. ATen's own derivatives flatten leading dims, which prevents sharding t
 device. The ops have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The tensors are on the device "meta", so they have no memory. Values on the host
 The recorded ops contain these values as numbers.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import sys

@@ -1,7 +1,5 @@
 """Patterns: groups of nodes of a graph that become one op of the fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

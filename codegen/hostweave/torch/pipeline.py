@@ -1,7 +1,5 @@
 """Pipelines. Stages of a model run on parts of a mesh. One program runs the forward and backward passes of all micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The program of a pipeline, which runs the forward and backward passes of all micro-batches in all stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

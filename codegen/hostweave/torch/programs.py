@@ -1,7 +1,5 @@
 """Compiles the programs of an exported module: the forward pass, the forward and the backward pass, or a whole training step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ops that draw random numbers. Each op gets a seed, which is an element of an additional argument of the program."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections import Counter

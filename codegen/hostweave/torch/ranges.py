@@ -1,8 +1,6 @@
 """Programs for ranges of sizes that are known only at a call. While these programs are compiled in the background, a sequential program
 runs."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Mapping

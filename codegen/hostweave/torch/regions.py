@@ -6,8 +6,6 @@ shardings, instead of a plan. Unsupported ops split a graph further. These ops r
 returns.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence

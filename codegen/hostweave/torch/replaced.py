@@ -1,7 +1,5 @@
 """Replaces functions of torch and Python in one thread, while it traces."""
 
-from __future__ import annotations
-
 import builtins
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Values that a forward graph saves for its backward graph, and their names."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter

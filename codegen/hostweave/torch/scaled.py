@@ -1,7 +1,5 @@
 """Linears that are computed in scaled 8-bit floats: those that `fp8=` names, and linears of transformers with quantised weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules of pipelines: the order in which each rank computes the stages of micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

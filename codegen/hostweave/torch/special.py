@@ -2,8 +2,6 @@
 float64 is refused, because the sums have only enough terms for float32. The module `composed` uses these rules.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces a stage of a pipeline. One function computes the forward pass of the stage. One or two functions compute the backward pass."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

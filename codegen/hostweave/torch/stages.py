@@ -1,7 +1,5 @@
 """Stages of a pipeline: modules, the sources of their arguments, their parts of the mesh, and their entries of the plan."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

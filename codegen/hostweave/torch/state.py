@@ -3,8 +3,6 @@
 Reads are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Strides of tensors in decomposed graphs. Results of rules have the strides of torch's ops, so that as_strided reads the same elements."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from math import prod

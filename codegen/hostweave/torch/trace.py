@@ -1,7 +1,5 @@
 """Translates a graph of ATen ops to a fusion. Equal layers of a module become calls of one function."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The part of a program that computes an optimizer's step, which updates parameters and state in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A call makes such a result from the other tensor, with the view ops of the graph
 torch.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable

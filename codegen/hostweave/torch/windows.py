@@ -1,7 +1,5 @@
 """Pooling over windows of images, written in terms of other ATen ops. The module `composed` uses these rules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import product

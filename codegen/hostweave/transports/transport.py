@@ -1,7 +1,5 @@
 """The class Transport: how a channel transfers data. Each other file of this folder defines one `TRANSPORT`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Parameter groups: tensors such as `w_0` to `w_31` that a caller passes separately, one for each call of a repeat."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Arithmetic of fusions and host programs on arrays with lanes, one per independent random input. User kernels are random functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

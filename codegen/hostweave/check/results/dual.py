@@ -5,8 +5,6 @@ its argument, which sums and selections keep: exp(log(y) + x) is y exp(x). The d
 can be lost. Therefore the shadows (f64 values) are compared too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import ClassVar, Self

@@ -3,8 +3,6 @@
 The references of ops and instructions take NumPy as an argument. With `LANES` in its place, they compute all lanes at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

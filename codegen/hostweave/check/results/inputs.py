@@ -1,8 +1,6 @@
 """Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from all valid
 values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import prod

@@ -71,9 +71,6 @@ class FieldRanks:
         for rank in ranks:
             self.buffer(root).view([rank], 0, layout).fill(block)
 
-    def read_whole(self, rank: int, root: str) -> Lanes:
-        return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
-
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
         """The memory that the accesses of these ranks name. The layout is equal on all ranks, but buffers of different streams may
         differ."""

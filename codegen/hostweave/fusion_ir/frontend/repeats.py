@@ -10,8 +10,6 @@ becomes
       %y: f32[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

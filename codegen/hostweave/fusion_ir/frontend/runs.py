@@ -3,8 +3,6 @@
 A stack is a tensor whose first dim has one index per call. The indices are the values of one result, or of one operand.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set

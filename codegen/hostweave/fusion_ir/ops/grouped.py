@@ -6,8 +6,6 @@ part of each group, and ignores the rows of other ranks. If the groups are shard
 All operands may have a leading batch dim. Each batch has separate groups and matrices. The rows may be common to all batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

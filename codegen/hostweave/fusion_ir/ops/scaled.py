@@ -1,7 +1,5 @@
 """Scaled matmul: the product of two matrices of 8-bit floats with scales, as in torch._scaled_mm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, SymbolicShape

@@ -1,7 +1,5 @@
 """Instructions of the host IR for computation and local copies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Verifier rules of communication instructions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any

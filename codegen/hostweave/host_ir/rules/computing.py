@@ -1,7 +1,5 @@
 """Verifier rules of memory, views and local computation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets

@@ -11,8 +11,6 @@ becomes
     }
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ becomes
     %z: bf16[M, K] = matmul(%y, %w_gathered)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

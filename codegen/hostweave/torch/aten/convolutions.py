@@ -3,8 +3,6 @@
 A `take` reads a window at positions that are computed from indices. The number of ops therefore does not depend on the kernel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

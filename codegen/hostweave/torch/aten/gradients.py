@@ -1,7 +1,5 @@
 """ATen ops of derivatives, and ops that replace ATen ops in training graphs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
