@@ -183,7 +183,7 @@ ERRORS = {
     "pad widths": (
         "return hw.pad(x, (-1, 2))",
         {},
-        "4: pad: (-1, 2) contains a negative width; use a slice to remove elements",
+        "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to remove elements",
     ),
     "pad mode": (
         "return hw.pad(x, (1, 2), mode='reflect')",

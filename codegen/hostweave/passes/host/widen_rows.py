@@ -14,7 +14,7 @@ the 50257th column.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.analysis.alignment import BYTES, SIDES, Unaligned, rows_of, unaligned
+from hostweave.analysis.alignment import BYTES, Unaligned, rows_of, takes_padded_rows, unaligned
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.fusion_ir.ir import Op, Value
@@ -25,7 +25,7 @@ from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, is_matrix, strided, strides_of
+from hostweave.types.tensor import BufferType, strided, strides_of
 
 
 def widen_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -83,10 +83,9 @@ class _Rows:
         return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
 
     def accepts(self, i: tree.Instruction, types: dict[str, BufferType]) -> bool:
-        if isinstance(i, ir.Matmul):
-            return not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
         launched = tree.names(i, "launch")
-        return i.copies or (bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges)
+        is_accepted = bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges
+        return is_accepted or i.copies or takes_padded_rows(i, types)
 
     def wide(self, name: str, type: BufferType, at: tree.Instruction) -> Iterator[tree.Instruction]:
         """Allocates memory with aligned rows, and defines `name` as its view."""

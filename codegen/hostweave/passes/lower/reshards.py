@@ -20,21 +20,21 @@ class Reshards:
     def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.transfers = Transfers(b, flow, buffers)
-        self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
+        self.lowerings: dict[str, Lowering] = {}  # lowering of each reshard of the current loop, by result
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
         """Creates the lowerings of the reshards in a loop. Returns the first of them. None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             algorithm = find_algorithm(ops[0].kind, ops[0].result.walked.algorithm or "")
-            lowering = algorithm.lowering(self.b.carrying(*algorithm.needs))
-            scheduled = lowering(self.b, self.flow, self.buffers, ops, steps, made, self.reduction(ops[0]))
-            self.scheduled |= dict.fromkeys((op.result.name for op in ops), scheduled)
-        return self.scheduled[all[0].result.name] if all else None
+            make = algorithm.lowering(self.b.carrying(*algorithm.needs))
+            lowering = make(self.b, self.flow, self.buffers, ops, steps, made, self.reduction(ops[0]))
+            self.lowerings |= dict.fromkeys((op.result.name for op in ops), lowering)
+        return self.lowerings[all[0].result.name] if all else None
 
     def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
-            if (lowering := self.scheduled[op.result.name]).op == op:  # one step communicates for all ops of the lowering
+            if (lowering := self.lowerings[op.result.name]).op == op:  # one step communicates for all ops of the lowering
                 lowering.step(steps)
         elif op.kind == "reduce":
             self.transfers.reduce(op, self.reduction(op))
