@@ -91,7 +91,6 @@ class Options:
 
     @property
     def figures(self) -> Machine:
-        """Figures of the machine that the program is compiled for."""
         return self.machine or H200
 
     @property

@@ -20,7 +20,6 @@ _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the types that th
 
 
 def _integers() -> str:
-    """Contents of <cstdint>."""
     lines = []
     for bits, name in _INTEGERS.items():
         largest = 2 ** (bits - 1) - 1

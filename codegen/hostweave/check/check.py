@@ -220,7 +220,6 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 
 
 def _own_block(part: Operation, blocks: ByteLayout, along: int | None) -> int:
-    """Byte offset of this rank's block, in a buffer with the blocks of all ranks."""
     group = part.process_group
     return share(blocks.shape, along, len(group), group.index(part.rank)).start * blocks.dtype.itemsize
 

@@ -69,7 +69,6 @@ class Emitter:
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
-        """Yields the comments and the C++ of each instruction that emits code."""
         body = _joined(body)
         for number, i in enumerate(body):
             lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join belongs to the instructions before it
@@ -157,11 +156,9 @@ class Emitter:
         return f"{self.channel(i)}.comm(), {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
-        """Transport of a communication, or of the communications in a group."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        """True if all buffers are in windows."""
         return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---

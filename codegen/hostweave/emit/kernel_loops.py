@@ -143,7 +143,6 @@ class LoopPrinter:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Heads of the loops over the reduced dims."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.ir.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)

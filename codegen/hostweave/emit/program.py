@@ -129,11 +129,9 @@ class ProgramSources:
         return self.context.structs
 
     def fields(self, arguments: Iterable[CheckedArgument]) -> Iterable[CheckedArgument | Structs]:
-        """Fields of the C++ struct of inputs or outputs."""
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
     def members(self, structs: Structs) -> Iterable[CheckedArgument]:
-        """Members of one struct of an array."""
         return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 
     @property
@@ -194,7 +192,6 @@ def _ranks_of(channel: ChannelMember) -> str:
 
 
 def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
-    """Coordinates of this rank that a body uses."""
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used
     )

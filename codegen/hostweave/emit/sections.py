@@ -165,7 +165,6 @@ class Section:
         return self.texts[name]
 
     def rounded(self, name: str) -> str:
-        """C++ of a value, rounded to the value's dtype."""
         text, dtype = self.value(name), self.kernel.types[name].dtype
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text

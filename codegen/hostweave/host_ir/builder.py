@@ -133,7 +133,6 @@ class Builder:
 
     @contextmanager
     def loop(self, count: Size) -> Iterator[Var]:
-        """Emits a loop of `count` iterations. Yields its index."""
         index = Var(self.loop_index())
         with self.looped() as body:
             yield index
@@ -213,7 +212,6 @@ class Builder:
         return self._view(ir.Select("", src, dim, index), wanted)
 
     def choose(self, condition: Expr, src: str, other: str, wanted: str) -> str:
-        """View of `src` if the condition is true, otherwise of `other`."""
         return self._view(ir.Choose("", src, condition, other), wanted)
 
     def chunk(self, src: str, dim: int, index: Expr, count: Size, wanted: str) -> str:

@@ -123,7 +123,6 @@ class Instruction:
 
     @property
     def trips(self) -> Size | None:
-        """Trip count of a loop. None for other instructions."""
         return None
 
     @property
@@ -132,7 +131,6 @@ class Instruction:
         return None
 
     def lines(self, indent: str = "") -> list[str]:
-        """Lines of the instruction's text."""
         text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
         for literal, name in syntax_of(type(self)):
             value = getattr(self, name) if name else None
@@ -187,7 +185,6 @@ def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
 
 @per_kind
 def roles(kind: type[Instruction]) -> dict[str, str]:
-    """The role of each field that has one."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 

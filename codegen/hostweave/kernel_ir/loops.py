@@ -146,7 +146,6 @@ class Loops:
         return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
 
     def held_bytes(self, name: str) -> int:
-        """Size of an element of a held row, in bytes."""
         return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize
 
     # --- dims ---
@@ -157,7 +156,6 @@ class Loops:
 
     @property
     def along(self) -> LoopDim:
-        """The vectorised dim."""
         return (self.reduced if self.distribution in (BY_BLOCK, *ROWS) else self.kept)[-1]
 
     @property
@@ -181,7 +179,6 @@ class Loops:
 
     @property
     def count(self) -> Size:
-        """Number of elements of the kept dims."""
         return product(tuple(dim.size for dim in self.kept))
 
     @property

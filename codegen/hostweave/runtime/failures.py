@@ -132,7 +132,6 @@ class FallibleGroup:
             self._aborted.set()
 
     def overdue(self) -> str | None:
-        """Message that a call has exceeded `call_timeout`, or None."""
         for program in list(self.programs.values()):
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
@@ -177,7 +176,6 @@ class FallibleGroup:
         return difference if self.exchange.number < exchange_number else None
 
     def positions(self) -> list[RankPosition]:
-        """Position of this rank in each program that was called in the group."""
         return [program.position() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:

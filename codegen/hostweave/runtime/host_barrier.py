@@ -32,7 +32,6 @@ class HostBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not arrived at the current exchange."""
         first_word = self._number % 2 * self._count
         return [rank for rank in range(self._count) if self._words[first_word + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 

@@ -118,7 +118,6 @@ class LocalProgram:
         return self.host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def position(self) -> RankPosition:
-        """Position of this rank in the program, for the report of a hang."""
         native = self.native
         if native is None:
             return RankPosition(self.host.name, 0, 0)
@@ -131,7 +130,6 @@ class LocalProgram:
         self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
-        """Native program and rank for one call."""
         native, member = self.native, self._member
         if native is None or member is None:
             self._group.expect_working()
@@ -139,14 +137,11 @@ class LocalProgram:
         return native, member
 
     def __call__(self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
-        """Calls the program with this rank's arrays, see `Program.__call__`."""
         with self._group.calling:
             _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
         return self._results_for_caller(bound, arrays, outputs) if out is None else out
 
     def prepare(self, bound: BoundInputs, sizes: Sequence[Mapping[str, int]]) -> None:
-        """Prepares calls at these global sizes, see `Program.prepare`."""
-
         mesh, rank = self.host.mesh, self._group.rank
 
         def step() -> bool:
@@ -172,7 +167,6 @@ class LocalProgram:
             self._agree(step, self._group.timeout) if self._verifies_calls else step()
 
     def capture(self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
-        """Makes a call and captures it, see `Program.capture`."""
         name = self.host.name
 
         def make() -> Any:
@@ -437,7 +431,6 @@ class LocalProgram:
         self._exchanges_algorithms = False
 
     def _gather(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
-        """Exchanges a record. Returns the records of all ranks."""
         signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 

@@ -58,8 +58,6 @@ def marks_graphs() -> bool:
 
 
 def position_of(name: str, progress: tuple[int, int, float], native: dict[str, Any], module: ModuleType) -> RankPosition:
-    """Position that the native program reports, with the user's source lines."""
-
     def with_source(line: Line) -> str:
         number, call = line
         text = call if len(call) <= _MAX_CHARACTERS else f"{call.partition(',')[0]}, ...)"

@@ -96,7 +96,6 @@ class Windows:
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def position_of(self, address: int) -> WindowPosition | None:
-        """Position of an address in window memory, or None if the address is not in window memory."""
         if (at := bisect_right(self._addresses, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._addresses[at], self._known[at]
@@ -143,7 +142,6 @@ def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span],
 
 
 def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
-    """Checks the arguments of `Group.empty`. Returns the shape as a tuple of ints."""
     sizes = (shape,) if isinstance(shape, int) else shape
     try:
         is_shape = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes)

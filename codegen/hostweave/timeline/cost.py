@@ -43,7 +43,6 @@ class Work:
 
 
 def work_of(operation: Operation, machine: Machine) -> Work:
-    """Work of one execution of an instruction."""
     return tree.of_kind(_WORK, type(operation.instruction))(operation, machine)
 
 

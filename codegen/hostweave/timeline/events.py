@@ -88,7 +88,6 @@ class Timeline:
         return Totals(rank, busy, length(communicates), length(exposed), idle, sent)
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
-        """Events of a rank, in the order of issue."""
         return self._by_rank.get(rank, ())
 
     @cached_property

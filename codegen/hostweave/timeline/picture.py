@@ -18,8 +18,6 @@ MAX_SCALE_RATIO = 4.0  # timelines get separate scales if their lengths differ b
 
 @dataclass(frozen=True)
 class StreamRow:
-    """One stream of one rank in one timeline."""
-
     number: int  # index of the timeline
     rank: int
     stream: str
@@ -46,7 +44,6 @@ class Box:
 
     @property
     def fits(self) -> bool:
-        """True if the text fits into the box."""
         return bool(self.text) and LETTER * len(self.text) + 4 <= self.width
 
 
@@ -67,7 +64,6 @@ class Picture:
 
     @property
     def left_out(self) -> int:
-        """Number of ranks that the picture does not show."""
         return len(self.timelines[0].ranks) - len(self.ranks)
 
     @cached_property

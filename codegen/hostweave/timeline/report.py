@@ -142,7 +142,6 @@ def _laid_out(template: str, **values: Any) -> str:
 
 
 def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yields a process for each rank of each timeline, its events, and arrows for dependencies between streams."""
     threads = {stream: at for at, stream in enumerate(timeline.streams)}
     offset = number * (max(timeline.ranks) + 1)
     for rank in timeline.ranks:

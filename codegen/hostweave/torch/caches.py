@@ -45,7 +45,6 @@ class Form:
         return [of[place] for place, leaf in enumerate(self.leaves) if leaf is None]
 
     def cache(self, tensors: Any) -> Any:
-        """Creates a cache of this form with the given tensors."""
         given = iter(tensors)
         held = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
         made, *layers = (object.__new__(of) for of in self.classes)
@@ -76,7 +75,6 @@ def caches_in(given: Any) -> Iterator[Any]:
 
 
 def register(given: Any) -> None:
-    """Registers the classes of the given caches, and of caches that modules return, as pytrees of torch."""
     returned = getattr(sys.modules.get("transformers.cache_utils"), "DynamicCache", None)
     for of in {*map(type, caches_in(given)), *((returned,) if returned else ())}:
         if of not in pytree.SUPPORTED_NODES:
@@ -214,7 +212,6 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
 
 
 def allocate(cache: Any, asked: Requests) -> None:
-    """Allocates the requested tensors in the layers of a cache."""
     for number, args, kwargs in asked:
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device), (args, kwargs))
         cache.layers[number].lazy_initialization(*args, **kwargs)

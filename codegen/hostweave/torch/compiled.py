@@ -58,7 +58,6 @@ class Delegating(nn.Module):
             self._module.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """State dict of the wrapped module."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +339,6 @@ class CompiledModule(Delegating):
         return arrays
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
-        """Maps nodes to the tensors among the arguments of a call."""
         spec, name = self._specs.in_spec, self._name
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):

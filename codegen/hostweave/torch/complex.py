@@ -92,7 +92,6 @@ def _is_pair(value: Any) -> bool:
 
 
 def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
-    """Converts a number or a real tensor to a pair."""
     if isinstance(value, Pair):
         return value
     if isinstance(value, complex):

@@ -52,7 +52,6 @@ def cross_entropy(
 
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
-    """Value of x after `x.copy_(source)`."""
     value = source.to(x.dtype)
     return value if value.shape == x.shape else value.expand(x.shape)
 

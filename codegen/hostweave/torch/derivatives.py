@@ -16,8 +16,6 @@ from hostweave.torch.repeats import Traced
 
 @dataclass(eq=False)
 class _FirstDerivative:
-    """A traced layer, and its derivative."""
-
     layer: Traced
     derivative: Traced
     differentiable: list[int] = field(default_factory=list)  # indices of the results that have gradients

@@ -355,7 +355,6 @@ def _expect_unwritten(node: Node) -> None:
 
 
 def _name_outputs(program: ExportedProgram) -> None:
-    """Updates the output names of the signature to the names of the returned nodes."""
     for spec, node in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
         if isinstance(node, Node):
             spec.arg.name = node.name

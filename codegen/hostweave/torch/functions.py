@@ -40,7 +40,6 @@ _TAKE_SIZES = (
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Computes a function of torch on tensors of a fusion."""
     name = _name(function)
     with stated_location(Location.of_caller(_TORCH)):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))

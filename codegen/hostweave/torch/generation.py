@@ -265,7 +265,6 @@ class Generation:
 
 
 def _is_token(kwargs: Mapping[str, Any]) -> bool:
-    """True for a call with one token per sequence."""
     return any(isinstance(one := kwargs.get(name), torch.Tensor) and one.shape[1] == 1 for name in ("input_ids", "inputs_embeds"))
 
 

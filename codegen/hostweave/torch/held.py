@@ -20,7 +20,6 @@ class Held:
         self._memory = list(map(memory_of, self.tensors))
 
     def changed(self) -> str:
-        """Describes a tensor that was replaced or moved, or returns ""."""
         remedy = "compile again, or use copy_ on the original tensor"
         for (path, tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
             if tensors.get(key) is not tensor:
@@ -39,7 +38,6 @@ class Folded:
         self._versions = self._now()
 
     def changed(self) -> str:
-        """Name of a tensor whose values have changed since compile time, or ""."""
         for name, held, key, tensor in self._places:
             if held.get(key) is not tensor:
                 return name

@@ -66,7 +66,6 @@ for _name in {*dir(int)} - {*dir(object)} | {"__hash__", "__repr__", "__str__", 
 
 
 def is_cache(value: Any) -> bool:
-    """True for a cache of transformers with a list of layers."""
     return hasattr(type(value), "update") and isinstance(getattr(value, "__dict__", {}).get("layers"), list)
 
 

@@ -16,7 +16,6 @@ _ROWS = 32
 
 
 def _rows(a: Any) -> Any:
-    """Row indices, [rows, 1]."""
     return torch.arange(a.shape[-2], device=a.device).unsqueeze(-1)
 
 
@@ -45,7 +44,6 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """Solves a x = b for triangular a."""
     return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
 
 

@@ -492,7 +492,6 @@ class RecordedStep:
         self.options = self._plain_options()
 
     def _initial(self, first: UpdateStep, dims: int, has_state: bool) -> dict[str, float]:
-        """Value of each entry of the state before the first step."""
         if self._is_first_alike or has_state:
             return {key: first.filled.get(key, 0) for key in self.entries}
         if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
@@ -551,7 +550,6 @@ class RecordedStep:
             self._shadow.state = {} if self._is_first_alike else entries
 
     def _changed(self) -> str:
-        """Describes an option that has changed since compile time, or ""."""
         for key, value in self._plain_options().items():
             if str(self.options.get(key)) != str(value) and (key not in _SCHEDULED or not self.options.get(key)):
                 return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile time"

@@ -183,7 +183,6 @@ def compiled_pipeline(
 
 
 def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments of a call in the order of `names`."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names) or len(given) != len(args) + len(kwargs) or sorted(given) != sorted(names):
         listed = ", ".join([*(f"#{number + 1}" for number in range(len(args))), *kwargs]) or "none"

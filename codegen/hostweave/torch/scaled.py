@@ -35,7 +35,6 @@ def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Lay
 
 
 def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
-    """Replaces the linears at these paths by scaled linears."""
     for node in graph.nodes:
         paths = modules_of(node)
         if node.op == "call_function" and op_of(node) == "linear.default" and paths and paths[-1] in linears:

@@ -40,7 +40,6 @@ def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
 
 
 def _gauss(count: int) -> list[tuple[float, float]]:
-    """Nodes and weights of the Gauss-Legendre rule on [0, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
 

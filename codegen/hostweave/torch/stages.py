@@ -159,7 +159,6 @@ def _names_in(module: nn.Module) -> list[str]:
 
 
 def entries_for(plan: Mapping[str, str], module: nn.Module, labels: Sequence[str]) -> dict[str, str]:
-    """Entries of the plan that match a name of a stage."""
     found = {}
     for pattern, value in plan.items():
         with suppress(ProgramError):

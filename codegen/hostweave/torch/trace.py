@@ -125,7 +125,6 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
-    """Value of `node` as an operand of `user`: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
             values[node] = resharded(values[node], graph.gathered[node])
@@ -244,7 +243,6 @@ def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, st
 
 
 def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
-    """Returns the program with the shardings of all its values."""
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         fusion = apply(fusion, options)
     return fusion

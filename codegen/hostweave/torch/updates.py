@@ -38,7 +38,6 @@ class Updated(NamedTuple):
 
     @property
     def own(self) -> str:
-        """Name of the parameter within its layer."""
         return name_of(self.path.removeprefix(f"{'.'.join(self.layer)}.")) if self.layer[1] else self.name
 
     @property
@@ -213,7 +212,6 @@ class Updates:
         return host if host or state.keys() == {*one.recorded.order} else None
 
     def has_state(self) -> list[bool]:
-        """Returns for each parameter True if its state exists."""
         return [bool(self.optimizer.state.get(one.parameter)) for one in self.parameters]
 
     def entries(self) -> dict[str, torch.Tensor]:
@@ -266,7 +264,6 @@ def widened(gradient: hw.Tensor) -> hw.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Local memory of a tensor on this rank, as a detached tensor."""
     with torch.no_grad():  # DTensors dispatch `detach`, and the gradient of `to_local`, in Python
         own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.detach()

@@ -83,7 +83,6 @@ def run_fusion(
 
 
 def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
-    """Runs a user kernel on the block of every rank, and joins the results to global arrays."""
     kernel = op.user_kernel
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]

@@ -174,7 +174,6 @@ class FieldRanks:
                         self.fill([rank], [access], self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Lanes:
-        """The elements that a communication delivers to a rank."""
         instruction, sources = part.instruction, self.match_of[part].sources(part)
         if sources not in self.delivered:
             sent = [self.reduce_terms(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
@@ -198,7 +197,6 @@ class FieldRanks:
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Runs a kernel on the elements that its collective delivers."""
         for rank, operation in zip(ranks, operations, strict=True):
             _, *others = [access for access in operation.accesses if access.reads]
             (kernel,) = tree.names(operation.instruction, "launch")

@@ -174,7 +174,6 @@ def computed_outputs(
     executed: set[tree.Instruction] | None = None,
     on_write: Callable[[int, Access, Lanes], None] | None = None,
 ) -> Iterator[ComparedOutput]:
-    """Runs a host program on all ranks. Yields each rank's block of each output."""
     program, mesh = instances.program, instances.program.mesh
     ranks = FieldRanks(instances, matches, expected.seeds, expected.functions)
     ranks.on_write = on_write

@@ -26,7 +26,6 @@ from hostweave.types.tensor import TensorType
 
 
 def repeat_calls(fusion: Fusion) -> Fusion:
-    """Replaces runs of calls by repeats."""
     unfit: set[object] = set()
     groups: dict[Column, bool] = {}
     roles: dict[str, Roles] = {}

@@ -65,7 +65,6 @@ class Run:
         return len(self.results) + len(self.columns) + result if is_carried else result
 
     def operand_of(self, result: int) -> int:
-        """Operand of the next call that reads a carried result."""
         return next(operand for operand, carried in self.carried.items() if carried == result)
 
     @property

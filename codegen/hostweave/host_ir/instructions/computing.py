@@ -128,7 +128,6 @@ class _Masked(Compute):
         return {word: name for word, names in masks.items() for name in names}
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
-        """Splits the values of reads into operands and masks."""
         count = len(reads) - len(self.masked_by)
         diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # a constant when the check executes the instruction
         masks = dict(zip(self.masked_by, reads[count:], strict=True))

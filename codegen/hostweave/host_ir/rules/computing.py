@@ -227,7 +227,6 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
 
 
 def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
-    """Checks the bias, or the offsets of packed sequences."""
     q, k = (unsharded(c.types[name]) for name in (i.q, i.k))
     for name in i.bias:
         if why := why_no_bias(q, k, unsharded(c.types[name])):

@@ -204,7 +204,6 @@ class _Choice:
         return "", {}
 
     def algorithms(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Algorithm]:
-        """Algorithms that support a reshard in the loop."""
         if self.moves_streamed_dim(member, change):
             return []
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
@@ -290,7 +289,6 @@ class _Choice:
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
-        """Warns that no loop is formed."""
         text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim to a multiple"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 

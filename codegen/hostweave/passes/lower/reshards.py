@@ -46,7 +46,6 @@ class Reshards:
             CollectiveLowering(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> TermReduction:
-        """Emitter of the kernels that reduce the terms of a reshard."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:
