@@ -121,7 +121,7 @@ def stamp_of(folder: Path) -> str:
 
 
 def lookup(name: str) -> Path | None:
-    """Folder of entry `name`, or None if the entry is missing or incomplete."""
+    """Folder of entry `name`, or None if the entry is missing, incomplete or changed."""
     entry = root() / name
     with _as_build_error():
         try:
@@ -267,7 +267,8 @@ def _as_build_error() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """Returns the folder, which is created for this user only. Raises BuildError if other users can write to the folder."""
+    """Creates the folder for this user only, unless it exists, and returns the folder. Raises BuildError if other users can write to the
+    folder."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)

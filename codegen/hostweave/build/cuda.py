@@ -122,7 +122,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def pair_without_access() -> tuple[int, int] | None:
-    """Two GPUs such that the first cannot access the memory of the second; None if all have peer access."""
+    """Two GPUs such that the first cannot access the memory of the second; None if all have peer access, or without a driver."""
     driver, has_access = _driver(), ctypes.c_int()
     if driver is None:
         return None

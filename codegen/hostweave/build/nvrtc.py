@@ -42,7 +42,8 @@ _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 @dataclass(frozen=True)
 class Unit:
-    """Compilation unit: one kernel of kernels.cu, all user kernels, or a whole file that cannot be split."""
+    """Compilation unit: one kernel of kernels.cu, all user kernels, one paragraph of a runtime file, or a whole file that cannot be
+    split."""
 
     name: str
     line: int  # line of the file at which the text begins
@@ -55,7 +56,8 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """Splits the text of kernels.cu into units of one kernel. Comments that list the kernel's ops precede each kernel."""
+    """Splits the text of kernels.cu into units of one kernel, and a unit of all user kernels. Comments that list the kernel's ops precede
+    each kernel. A text of another form is one unit."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]
@@ -69,8 +71,8 @@ def units_of(kernels: str) -> list[Unit]:
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units: the text before the marker line, one paragraph after this line, and the last paragraph of the file.
-    A file without the marker line is one unit."""
+    """Splits a runtime file into units. Each has the text before the marker line, one paragraph after this line, and the last paragraph of
+    the file. A file without the marker line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]

@@ -1,5 +1,5 @@
-"""Matches communications. The n-th send of rank a to rank b matches the n-th recv of b from a. The n-th collectives of the ranks of a
-process group match each other."""
+"""Matches communications. The n-th send of rank a to rank b matches the n-th recv of b from a. Signals of one number match waits in the
+same way. The n-th collectives of the ranks of a process group match each other."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ class MatchedCommunications:
 
 
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
-    """All matched communications of the simulated calls. Raises ProgramError if one has no match, or if matched ones disagree."""
+    """All matched communications of the simulated calls. Raises ProgramError if a communication has no match, or if matched communications
+    disagree."""
     program = instances.program
     # by channel, sender, receiver and signal number
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))

@@ -38,7 +38,8 @@ DEFAULT_SIZE = 4096
 
 
 def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The given sizes. Other sizes are DEFAULT_SIZE, or the next larger value that divides as required."""
+    """The given sizes. Other sizes are DEFAULT_SIZE, or the next larger value that divides as required. Repeats have their stated numbers
+    of calls."""
     smallest, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
@@ -93,7 +94,7 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
 
 @ir.analysis
 def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
-    """Sizes that have a smallest value at which all slices fit, and all sums and divisors of means are positive."""
+    """Sizes and their smallest values, so that all slices fit, and all sums and divisors of means are positive."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]

@@ -196,8 +196,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. Other views need no pointer, because their users contain the address: tensors of a
-        parameter group, views at offset 0, and views that only one call of a function uses."""
+        """Declares a pointer at the view's offset, unless the users of the view contain the address. They do so for tensors of a parameter
+        group, for views at offset 0, and for views that only one call of a function uses."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:

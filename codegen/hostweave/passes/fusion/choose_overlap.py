@@ -100,8 +100,8 @@ class _Choice:
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications of its operands, and the producers of the communicated values.
 
-        In a loop by shard, each iteration reads the shard of one rank, so the search for members stops at a gather of the chunked dim. In a
-        loop across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
+        In a loop by shard, each iteration reads the shard of one rank. The search for members therefore stops at a gather of the chunked
+        dim. In a loop across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")

@@ -1,5 +1,4 @@
-"""Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if that saves time according to the figures of the
-machine.
+"""Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if the cost model predicts a gain.
 
     %y = allocate bf16[M, 50257]              %y_padded = allocate bf16[M, 50264]
     matmul %x, %w -> %y                       %y = slice %y_padded[1: 50257 from 0]
