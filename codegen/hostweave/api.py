@@ -138,7 +138,7 @@ class Program:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """Choices of the compiler: algorithms, chunks and overlap, with the predicted or measured times of alternatives. `explain` shows
-        them as text."""
+        the choices as text."""
         return self.host.choices
 
     @property
@@ -189,7 +189,7 @@ class Program:
         `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096. `machine` has the figures for the
         prediction, by default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh
         axes by name. The cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts
-        take to enqueue is not included. Returns a report. `print` shows its totals, and `save("f.html")` writes it as a page.
+        take to enqueue is not included. Returns a report. `print(report)` shows the totals, and `report.save("f.html")` writes a page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide evenly, or if the program
         cannot run on that many ranks.
@@ -311,9 +311,9 @@ class Program:
         together.
 
         Without `prepare`, the first call at new sizes builds, connects, allocates and plans, and waits for all work on the rank's device.
-        After `prepare`, calls at these sizes only enqueue work. Their order does not matter. Each matmul keeps the plans of its last 4096
-        shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs
-        are then assumed to be split evenly.
+        After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
+        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs are then
+        assumed to be split evenly.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -326,8 +326,8 @@ class Program:
 
         Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
         outputs, as arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every
-        rank. If an output is on a mesh of some ranks only, it is None on the other ranks. Raises ArgumentError for arrays that do not fit,
-        and ExecutionError if a rank fails or times out.
+        rank. If an output is on a mesh of some ranks only, the output is None on all other ranks. Raises ArgumentError for arrays that do
+        not fit, and ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -402,8 +402,8 @@ class Program:
         """Writes a CMake project that builds and runs the program without Python, on the CPU or on GPUs.
 
         The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
-        "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from it. The wheel does
-        not need Hostweave.
+        "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from the folder. The
+        wheel does not need Hostweave.
 
         Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
         Raises ProgramError if the program cannot be exported; the message says why.

@@ -23,11 +23,12 @@ class Options:
     - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. False skips the
       check. By default, programs for up to 16 ranks are checked.
     - `sizes`: typical sizes of dims by name, for which the compiler optimises. Other sizes count as 4096.
-    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls if the cost model predicts a gain. This needs known sizes:
-      ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the cost model
-      predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest, also for later compiles.
-      "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by `.stream(...)`. If a
-      chosen loop does not divide the sizes of a call, the call runs without chosen loops. `Program.explain` shows the choices.
+    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls if the cost model predicts a gain. The cost model needs known
+      sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the cost
+      model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest, also for later
+      compiles. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
+      `.stream(...)`. If a chosen loop does not divide the sizes of a call, the call runs without chosen loops. `Program.explain` shows the
+      choices.
     - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none" means
       no loop.
     - `machine`: figures for the cost model. By default, the figures that `hostweave calibrate` measured on this machine. Without such
@@ -45,21 +46,21 @@ class Options:
         chooses peer. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         Kernels compute small all-reduces of their operands through peer memory.
 
-      With peer or one_sided, a chunk loop supports only a tensor on all ranks. Its algorithm is put, ring, or a collective of a slice of
+      With peer or one_sided, a chunk loop supports only a tensor on all ranks, and the algorithms put, ring, and collectives of a slice of
       every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.
-    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
-      earlier call. Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU to
-      run it. By default no call is captured automatically.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if inputs and outputs are in the same memory as in an earlier call.
+      Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU to run it. By
+      default no call is captured automatically.
 
       Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
       names the same arrays, or if the allocator reuses freed memory.
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
-      3, 5, 9, 17 and so on, at least every 4096 calls. They decide for graphs if, on every rank, nearly all calls since the last decision
-      used arrays of earlier calls. Calls with new arrays are then captured too, until the next decision.
+      3, 5, 9, 17 and so on, at least every 4096 calls. The ranks decide for graphs if, on every rank, nearly all calls since the last
+      decision used arrays of earlier calls. Calls with new arrays are then captured too, until the next decision.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for each matmul and its epilogue, and uses the fastest instead of the first.

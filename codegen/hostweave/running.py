@@ -45,7 +45,7 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. A reference to it keeps no variant alive."""
+    """Identity that a program shares with its variants. A reference to the identity keeps no variant alive."""
 
 
 class Running:
@@ -76,7 +76,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. Checks first that the process can run them, because building takes long."""
+        """Module for `ranks` ranks in this process. Checks first that the process can run these ranks, because building takes long."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
@@ -253,7 +253,7 @@ class Running:
     ) -> tuple[Compiled, list[list[Timing]]]:
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(
-                f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: must be at least 0 and 1, respectively"
+                f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: give at least 0 warmups and 1 repetition"
             )
 
         def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:

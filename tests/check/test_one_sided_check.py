@@ -111,7 +111,7 @@ def test_all_ranks_have_a_window() -> None:
         other.replace("allocate", "allocate_window") + EXCHANGE
     )
     uneven = EXCHANGE.replace("M/2", "local(M, x)")
-    assert "the size of %w may differ between ranks, so the window's offset would differ: use sizes that divide" in fault(
+    assert "the size of %w may differ between ranks, so the window's offset would differ: use sizes that the ranks split evenly" in fault(
         uneven, HEAD + "uneven(M) "
     )
 

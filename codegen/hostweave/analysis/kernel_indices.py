@@ -148,8 +148,11 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter. Also raises if the kernel
-    computes or loops over a value that is read at data-dependent positions."""
+    """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter.
+
+    A value that is read at data-dependent positions must be an input, or an iota that is not a result. No loop may iterate over the indexed
+    dim.
+    """
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands
@@ -182,7 +185,7 @@ def _labelled(
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim later replaces this one
+                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim later replaces this size
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)
@@ -192,7 +195,7 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op, and a map from each operand with data-dependent reads to the indexed dim."""
+    """Lists of dims that share one index of the op, and a map: value -> its dim over which no loop iterates."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
@@ -281,8 +284,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if a result may share memory with an input, because element i of the result is written after the last read of element i of the
-    input.
+    """True if a result may share memory with an input: element i of the input is read for the last time before element i of the result is
+    written.
 
     A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element, so no
     other thread may read the input.

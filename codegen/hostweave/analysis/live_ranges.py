@@ -126,8 +126,8 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends after which no buffer can reuse the bytes, ends of stream buffers before a join with no begin in between, and joins of
-    pools without buffers."""
+    """Removes ends and joins without effect: no buffer can reuse the bytes, a join follows before the next begin, or a pool has no
+    buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []

@@ -40,7 +40,7 @@ def _in_child() -> None:
 
 
 def _locks_of_properties() -> list[Any]:
-    """Locks of cached properties. Only Python before 3.12 has them."""
+    """Locks of cached properties, which only Python before 3.12 has."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("hostweave.")]
     classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
     properties = (one for owner in classes for one in vars(owner).values() if isinstance(one, cached_property))

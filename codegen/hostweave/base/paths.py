@@ -1,4 +1,4 @@
-"""Paths of the package's files. A wheel has the files next to the code. A source tree has them at its root.
+"""Paths of the package's files. The files are next to the code in a wheel, and at the root of a source tree.
 
 In an editable installation, the code is in the source tree, and build results are in site-packages. `__path__` contains these two folders.
 """

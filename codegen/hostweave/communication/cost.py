@@ -108,7 +108,7 @@ class Overlap:
     def in_chunks(
         self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, matmul_slowdown: float, added: float
     ) -> float:
-        """Seconds in a loop of `chunks` chunks, of which `own` are not transferred.
+        """Seconds in a loop of `chunks` chunks. `own` chunks are not transferred.
 
         The transfer of a chunk takes `transfer` seconds alone, and `slower` times as long in the loop. Matmuls that overlap with transfers
         take `matmul_slowdown` times as long. `added` is the number of seconds to sum the received blocks.

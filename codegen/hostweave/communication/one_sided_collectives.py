@@ -20,8 +20,8 @@ If the result of a gather is in a window and the operand is not, each rank puts 
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again, because a CUDA
-graph may send a signal only after the receiver has waited for the previous signal.
+Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again. In a CUDA graph, a
+signal may be sent only after the receiver has waited for the previous signal.
 
 In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In an all_reduce of a small tensor, or
 of one without equal blocks, each rank gets all terms instead. All ranks then reduce in rank order, so that their results are equal.

@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MIN_STACKED_TERMS = 8  # from this number of terms on, a reduction kernel reads them as one stacked operand
+MIN_STACKED_TERMS = 8  # least number of terms that a reduction kernel reads as one stacked operand
 
 
 @dataclass(frozen=True)

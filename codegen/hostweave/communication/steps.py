@@ -62,8 +62,7 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard, as the whole local tensor or as a block of an unsharded
-        dim."""
+        """True if each rank of a transfer's target mesh already holds its shard: the whole local tensor, or a block of an unsharded dim."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -79,7 +78,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """The value of which `name` is a view, possibly through other views, or `name` itself."""
+        """The value that `name` is a view of, possibly through other views, or `name` itself."""
         op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 

@@ -33,7 +33,7 @@ class Transfers:
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.pending_waits: list[Callable[[], None]] = []  # emit the waits of senders for ranks that read from them
+        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -52,7 +52,7 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for ranks that read from them, as late as possible, because a reader may first need other data from a
+        """Emits the waits of senders for their readers. Called as late as possible, because a reader may first need other data from a
         sender."""
         for wait in self.pending_waits:
             wait()

@@ -1,4 +1,4 @@
-"""Base class of passes that add ops. It infers types and shardings of new ops, and names their results."""
+"""Base class of passes that add ops. The class infers types and shardings of new ops, and names the results."""
 
 from dataclasses import replace
 

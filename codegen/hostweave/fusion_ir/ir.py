@@ -166,11 +166,10 @@ class ChunkLoop:
     """A loop over the chunks of a dim. Each iteration executes all `ops`, and computes one chunk of every result.
 
     - `steps` is the number of iterations. If `drops_dim`, each iteration handles a single index, and its values lack the dim.
-    - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (chunk i consists of the i-th
-      slice of every shard).
+    - `chunking` is `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
     - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
       (None).
-    - `gathered` names an async all-gather of which each iteration uses one shard, or is "".
+    - `gathered` names an async all-gather, or is "". Each iteration uses one shard of the gathered value.
     """
 
     ops: tuple[Op, ...]

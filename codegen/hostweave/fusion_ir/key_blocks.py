@@ -66,8 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Attention ops without window, blocks and optional operands whose keys and values have no other consumer. Each with its attention_lse
-    op, or None."""
+    """Yields pairs of an attention op and its attention_lse op or None. The keys and values have no other consumer. Ops with a window,
+    blocks or optional operands are excluded."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:

@@ -247,7 +247,7 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
     """Dims along which the partial value can be reduce-scattered before a transfer. The new number of shards must divide an int size. For a
-    symbolic size, it must divide the number of shards in the target."""
+    symbolic size, the new number must divide the number of shards in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return

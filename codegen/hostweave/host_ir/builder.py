@@ -41,7 +41,7 @@ class Builder:
         self.location: Location | None = None  # source location of the op that is being lowered
         self.mesh: Mesh | None = None  # if set, instructions are emitted into `on` bodies of this mesh
         self.hoists_views = True  # views may be emitted before the outermost loop; False in a loop that several meshes execute
-        # copies after the asynchronous communication that is being emitted; the next communication need not wait for them
+        # copies after the asynchronous communication that is being emitted; the next communication need not wait for these copies
         self.aside: list[tree.Instruction] | None = None
         # sums of terms of the asynchronous communication; emitted later, these sums can fuse with the kernel that reads them
         self.sums: list[Callable[[], None]] | None = None
@@ -267,7 +267,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The contiguous buffer of which `name` shows all elements, or `name` itself."""
+        """The contiguous buffer that the view `name` shows completely, or `name` itself."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name

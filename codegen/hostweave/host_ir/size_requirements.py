@@ -62,7 +62,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields the global sizes that must not be 0, each with the name of the reduction over it, which has no identity."""
+    """Yields the global sizes that must not be 0, each with the name of the reduction over this size."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,8 +74,8 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Numbers of indices of the source before and after a partial view. Empty if they depend on the rank or a loop index, or for other
-    views."""
+    """Numbers of indices of the source before and after a partial view. Empty for other views, and if the numbers depend on the rank or a
+    loop index."""
     if view.span is None:
         return ()
     dim, start, extent = view.span

@@ -69,7 +69,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of one kind of GPU and its links. `hostweave calibrate` measures them, and writes JSON.
+    """Figures of one kind of GPU and its links, which `hostweave calibrate` measures and writes as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
     operations at `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
@@ -154,7 +154,8 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
-# H100 SXM with 80 GB, measured at a power limit of 700 W. Its NVLink equals that of an H200: 18 links of the fourth generation.
+# H100 SXM with 80 GB, measured at a power limit of 700 W. The NVLink of the H100 equals that of the H200: 18 links of the fourth
+# generation.
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
 
 SHIPPED = {machine.name: machine for machine in (H200, H100)}

@@ -66,7 +66,7 @@ class Size:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All factors that are not sums, also inside sums."""
+        """All factors except sums, also those inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property
@@ -381,5 +381,5 @@ class SizeReader(Lexer):
             return (first, *others)
         end = self.integer()
         if not first < end <= MAX_RANKS:
-            self.fail(f"a range of ranks must increase, up to {MAX_RANKS}, not from {first} to {end}", self.at - 1)
+            self.fail(f"a range of ranks must end above its start, and at most at {MAX_RANKS}, not {first}..{end}", self.at - 1)
         return tuple(range(first, end))

@@ -127,7 +127,8 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Mark of a tensor of which each rank holds a term. The tensor is the reduction of the terms by `op` over the mesh axes."""
+    """Mark of a tensor that is not reduced yet: each rank holds a term. The tensor is the reduction of the terms by `op` over the mesh
+    axes."""
 
     op: str
     axes: tuple[str, ...]

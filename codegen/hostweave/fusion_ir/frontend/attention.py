@@ -43,8 +43,8 @@ def scaled_dot_product_attention(
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
     If the dtype is narrower than f32, scores and softmax are computed in f32 (Vaswani et al., "Attention is all you need", 2017).
 
-    - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true: the row sees the column), or a float that is added to the scores. A row
-      that sees no column gives zeros.
+    - `attn_mask` broadcasts to [..., H, S, T]. The mask is a bool (true: the row sees the column), or a float that is added to the scores.
+      A row that sees no column gives zeros.
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
     - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
@@ -54,8 +54,8 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. With `is_causal`, the
       query rows are the last rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call under the conditions of `attention`, if there is no dropout and no float mask of another dtype than the
-    query's. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys and
+    The function is one kernel call under the conditions of `attention`, without dropout, and without a float mask of another dtype than the
+    query. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys and
     rows, see `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
@@ -125,7 +125,7 @@ def attention(
 
     Sharded rows, `S@cp`: all keys and values are gathered first, or the blocks of other ranks arrive while earlier blocks are computed.
     Rows in zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section
-    3.3.2). Zigzag needs as many keys as rows. It supports neither lengths nor a bias together with a causal mask.
+    3.3.2). Zigzag needs as many keys as rows. Zigzag with a causal mask supports neither lengths nor a bias.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
     log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
@@ -166,7 +166,7 @@ def attention_backward(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
+    """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
     arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise the backward pass is composed
@@ -179,7 +179,7 @@ def attention_backward(
     Raises ProgramError if shapes or dtypes do not fit.
 
     Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`. With
-    `bias=b` it returns `dq, dk, dv, db`.
+    `bias=b`, the function returns `dq, dk, dv, db`.
     """
     group = _check_attention(query, key, value, enable_gqa)
     _check_causal(causal, window)
@@ -309,7 +309,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Bias that is equivalent to a mask. Its last dim is the dim of keys."""
+    """Bias that is equivalent to a mask, with the dim of keys as its last dim."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:

@@ -303,9 +303,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """Random f32 numbers, uniform in [0, 1), in the shape of x, which has at most four dims.
 
-    A number depends only on its index in the global tensor, `seed` and `draw`. It is the same on every target and under every sharding. The
-    generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). `seed`
-    and `draw` are u32: ints, or tensors without dims.
+    A number depends only on its index in the global tensor, `seed` and `draw`. The number is the same on every target and under every
+    sharding. The generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    2011). `seed` and `draw` are u32: ints, or tensors without dims.
 
     Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32.
 

@@ -55,8 +55,8 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
     Shardings propagate as for `matmul`; a scale is sharded like its operand. A following bias, `relu` or `gelu_tanh` becomes the epilogue.
-    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If
-    cuBLASLt does not support the matmul, it is composed of other ops. `Program.explain` reports such matmuls.
+    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. A
+    matmul that cuBLASLt does not support is composed of other ops, and reported by `Program.explain`.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -76,7 +76,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    If the exponent is the Python int 1, 2, 3 or 4, the power is computed by multiplication, and `a` may be a tensor of ints.
+    An exponent that is the Python int 1, 2, 3 or 4 is computed by multiplication; `a` may then be a tensor of ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -88,8 +88,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU: x * Phi(x), where Phi is the distribution function of the standard normal distribution. The result has the shape and dtype of
     x, a float.
 
-    `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Both are as in
-    torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
+    `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). The two formulas
+    are those of torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
 
     Raises ProgramError for another value of `approximate`.
 
@@ -346,7 +346,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, it is gathered first. Most ops that compute an operand write directly to the result, without a copy.
+    If dim `axis` is sharded, the dim is gathered first. Most ops that compute an operand write directly to the result, without a copy.
 
     Raises ProgramError for an empty list, or if dtypes or other dims differ.
 

@@ -23,7 +23,7 @@ def _numbers(x: Tensor, axis: int) -> Tensor:
 
 
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
-    """Inserts dims of one element, so that the result has `rank` dims, of which those of `ids` begin at dim `axis`."""
+    """Inserts dims of one element: the result has `rank` dims, and the dims of `ids` begin at dim `axis`."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
     return hw.expand_dims(ids, others) if others else ids
 

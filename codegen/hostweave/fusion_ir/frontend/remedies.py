@@ -70,7 +70,7 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Arithmetic with it raises an error, whose remedy is the text of the intended size if possible."""
+    """Text of a symbolic size. Arithmetic with a SizeName raises an error. The remedy is the text of the intended size, if possible."""
 
     _extent: Size
 

@@ -50,7 +50,7 @@ class _Rewriting:
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors of which each call reads one index
+        self.parts: list[Op] = []  # slices of tensors that calls read one index after another
 
     def depth(self, calls: int) -> Size:
         """`calls` as a size: symbolic if a parameter group has that many tensors, otherwise an int."""
@@ -150,7 +150,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
     def take_parts(self, run: Run) -> None:
-        """Adds a slice for each tensor of which each call reads one index."""
+        """Adds a slice for each tensor that calls read one index after another."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
                 first = self.found.selects[column[0]]

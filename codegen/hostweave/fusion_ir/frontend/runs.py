@@ -22,7 +22,7 @@ Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run of calls or the column `what` cannot be merged. `repeat_calls` starts again without it."""
+    """The run of calls or the column `what` cannot be merged. `repeat_calls` starts again without `what`."""
 
     def __init__(self, what: object):
         self.what = what
@@ -186,7 +186,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a lagged column reads, or (). Call i reads tensor i - 1 of it."""
+        """The stack or group of which a lagged column has the tensors before the last one, or ()."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

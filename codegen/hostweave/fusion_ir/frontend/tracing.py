@@ -171,8 +171,7 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
     argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`. A
     donated argument that is used after the call is copied first.
 
-    Raises ProgramError if the function cannot be traced, at its first call in a fusion, or if names and types of its parameters are not
-    valid.
+    Raises ProgramError if names or types of parameters are not valid. The first call in a fusion raises ProgramError if tracing fails.
 
     Example:
 
@@ -187,8 +186,8 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
 
 class Function:
-    """A function of tensors that fusions and other functions can call, created by `hw.block`. It becomes one function of each program that
-    calls it."""
+    """A function of tensors that fusions and other functions can call, created by `hw.block`. The function becomes one function of each
+    calling program."""
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
         self.name, self._donate = name_of(function), donate

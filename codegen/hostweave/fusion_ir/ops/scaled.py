@@ -81,7 +81,7 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 
 def scaled(x: Any, scale: Any) -> Any:
-    """Multiplies x [R, C] by scale [r, c], of which each element covers R/r x C/c elements of x."""
+    """Multiplies x [R, C] by scale [r, c]. Each element of the scale covers R/r x C/c elements of x."""
     (rows, columns), (r, c) = x.shape, scale.shape
     blocks = x.reshape(r, rows // max(r, 1), c, columns // max(c, 1)) * scale.reshape(r, 1, c, 1)
     return blocks.reshape(rows, columns)

@@ -1,5 +1,5 @@
-"""Instructions that only inlined programs have, for the check: views of donated arguments with their contents before and after a call. They
-have no text to parse and no C++."""
+"""Instructions that only inlined programs have, for the check: views of donated arguments with their contents before and after a call.
+Parser and emitter do not know these instructions."""
 
 from dataclasses import dataclass
 

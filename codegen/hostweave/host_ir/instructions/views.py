@@ -216,7 +216,7 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements with another shape. Raises ValueError if there are none, or if sizes with symbols hide them."""
+    """Strides of the same elements with another shape. Raises ValueError if no such strides exist, or if symbols hide the strides."""
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
     result: list[Size] = []
