@@ -75,7 +75,7 @@ def by_torch(
 ) -> tuple[Any, ...]:
     """Result, log-sum-exp, and the gradients of q, k, v and the bias.
 
-    `given` is the gradient of the result. By default, it equals the result.
+    `given` is the gradient of the result. By default, this gradient equals the result.
     """
     import torch
 

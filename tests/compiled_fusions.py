@@ -37,8 +37,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. By default, only one of the two runs: cases
-    alternate between the transports. With -m slow the other one runs, too."""
+    """Each case with the transports peer and one_sided, whose programs have the same IR. By default, a case runs with one transport, and
+    consecutive cases with different transports. With -m slow each case runs with both transports."""
     import pytest  # not at the top: rank_process.py imports this module in many processes, and importing pytest takes a third of the time
 
     return [

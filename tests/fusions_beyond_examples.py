@@ -14,7 +14,7 @@ def ag_matmul_flat_chunked(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_broadcast(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")  # the owner of a block sends it to all
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")  # the owner of a block sends the block to all ranks
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"])

@@ -14,7 +14,7 @@ def ag_matmul_put(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_pull(x, w):
-    h = hw.relu(x).named("h")  # peers read it in place
+    h = hw.relu(x).named("h")  # peers read h in place
     return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
 
 

@@ -10,7 +10,8 @@ HEADS, HEAD = 8, 4  # number of heads, and elements of a head
 
 
 def mlp(ranks: int, t: DType) -> Fusion:
-    """Sequence-parallel MLP: tokens are gathered before the first linear layer, and the result of the second one is reduce-scattered."""
+    """Sequence-parallel MLP: tokens are gathered before the first linear layer, and the result of the second linear layer is
+    reduce-scattered."""
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=t["S@tp", "E"], up=t["F@tp", "E"], bias=t["F@tp"], down=t["E", "F@tp"])
     def mlp(x, up, bias, down):  # type: ignore[no-untyped-def]

@@ -360,7 +360,7 @@ def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Calls a block on two tensors: a new block, or an earlier one that takes these types."""
+    """Calls a block on two tensors: a new block, or an earlier block that takes these types."""
     other = g.other(values, t)
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
     if not known:

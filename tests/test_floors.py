@@ -190,7 +190,7 @@ def test_names_of_targets_are_not_compared() -> None:
 
 
 def test_algorithms_are_not_compared() -> None:
-    """Code calls methods of algorithms and transports, and does not compare them with particular ones."""
+    """Code calls methods of algorithms and transports, and does not compare them with particular algorithms or transports."""
     names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # "reduce" is also the name of a reshard to one rank

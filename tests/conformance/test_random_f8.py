@@ -1,7 +1,7 @@
-"""Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. They are checked, and the interpreter's
+"""Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. Programs are checked, and the interpreter's
 results are compared with NumPy.
 
-They cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
+Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
 activations and gathers precede the products. Epilogues and reductions follow the products. Elements are 0, 2^i or 5 * 2^i. So no element
 divided by a scale is near a tie, and the reference in f64 and the program in f32 round to the same value.
 """

@@ -84,7 +84,7 @@ def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callab
 
 
 def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
-    """Inputs. For `reshards`, elements are numbered, so that a wrong position is detected. For `reductions`, they are small integers,
+    """Inputs. For `reshards`, elements are numbered, so that a wrong position is detected. For `reductions`, arguments are small integers,
     mostly zeros and ones, so that sums and products are exact."""
     random = np.random.default_rng(seed)
     result = {}

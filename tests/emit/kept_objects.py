@@ -32,7 +32,7 @@ for file in files:
     if file.parent.name != "wheel":  # only wheels have this folder
         key.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
 kept = Path(os.environ["HOSTWEAVE_TESTS_OBJECTS"], f"{key.hexdigest()}.o")
-with open(f"{kept}.lock", "w") as lock:  # other processes wait until the first one has made the object
+with open(f"{kept}.lock", "w") as lock:  # other processes wait until the first process has made the object
     fcntl.flock(lock, fcntl.LOCK_EX)
     if not kept.exists():
         if status := subprocess.run(command).returncode:

@@ -15,8 +15,8 @@ from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
-    """The program with consecutive ops moved to a block, which has randomly sharded parameters and is called twice. None if this is
-    impossible."""
+    """The program with consecutive ops moved to a block, which has randomly sharded parameters and is called twice. None if no such program
+    is possible."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
     made = {op.result.name: op.result for op in ops}

@@ -47,7 +47,7 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # no pass creates these; they occur only in handwritten host programs and in timelines
+NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # occur only in handwritten host programs and in timelines
 NOT_MADE |= {"Attention", "AttentionBackward"}  # covered by the tests of attention, because results are not exact
 NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # covered by test_random_routings
 NOT_MADE |= {

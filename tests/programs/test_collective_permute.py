@@ -21,7 +21,7 @@ def exchanges(ranks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(dp=2 if ranks < 8 else 1, tp=ranks), x=hw.f32["M@tp", "N"], w=hw.f32["N", "K"])
     def exchanges(x, w):
-        shifted = hw.collective_permute(x, "M", down)  # no source for the first block, so it is zeros
+        shifted = hw.collective_permute(x, "M", down)  # the first block has no source, so it is zeros
         gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # more blocks than ranks along any axis
         columns = hw.collective_permute(x, "N", [2, None, 0])  # each rank has all blocks
         product = hw.matmul(hw.collective_permute(x, 0, around), w).stream("K", chunks=2)

@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """The check detects a missing dependency. The CPU device also detects it, in every schedule."""
+    """The check, and the CPU device in every schedule, detect a missing dependency."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

@@ -100,8 +100,8 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_instruction_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """Every mutant of the program is rejected, except known redundant ones. Also tests arrays in windows, which the caller may write before
-    and after a call."""
+    """Every mutant of the program is rejected, except mutants that are known to be correct. Also tests arrays in windows, which the caller
+    may write before and after a call."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []

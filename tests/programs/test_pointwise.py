@@ -108,7 +108,7 @@ RANGES = {
     **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
     **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # for smaller x, exp(-x) is infinite and the result is 0, as in torch
 }
-MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # these round several times, or use tanh of glibc
+MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # these functions round several times, or use tanh of glibc
 OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 
 

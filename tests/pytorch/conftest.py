@@ -102,7 +102,7 @@ def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def composite_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves the time of torch.export for a small graph. For each graph, torch.export collects all composite ops, and registers thousands
-    of functions for them. With this fixture, it collects them only if there are new ops, and does not evaluate annotations."""
+    of functions for them. With this fixture, torch.export collects the ops only if there are new ops, and does not evaluate annotations."""
     if "torch" not in sys.modules:
         return
     import torch

@@ -125,7 +125,7 @@ def test_graphs_of_tokens() -> None:
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            both.wait()  # because a garbage collection during another one does nothing
+            both.wait()  # because a garbage collection during another garbage collection does nothing
             if rank == 0:
                 gc.collect()  # frees reference cycles of the compilation, which keep the cache
             both.wait()

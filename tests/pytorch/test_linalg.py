@@ -127,7 +127,7 @@ def test_a_module_raises_as_torch_does(ranks: int, training: bool) -> None:
 
 
 def test_a_whole_step_has_no_checks() -> None:
-    """A program of a whole step has no checks of its matrices, because it would update parameters before the error."""
+    """A program of a whole step has no checks of its matrices, because the program would update parameters before the error."""
     module = OfMatrix(lambda a: torch.linalg.inv(a).sum())
     optimizer = torch.optim.SGD(module.parameters())
     with pytest.raises(ProgramError, match=r"as torch.linalg.inv does, .* in a whole step; .* such as inv_ex"):

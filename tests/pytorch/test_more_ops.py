@@ -178,7 +178,8 @@ def test_convolutions(names: list[str]) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Returns a rounded product and x + 1. The method `backward` differs from the true gradient, so a test sees if it is not called."""
+    """Returns a rounded product and x + 1. The method `backward` differs from the true gradient, so a test sees if `backward` is not
+    called."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

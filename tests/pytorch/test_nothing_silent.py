@@ -148,7 +148,7 @@ def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message:
 
 
 class Stateful(nn.Module):
-    """A module whose `forward` adds to one attribute, and sets another one to 0 first in each call."""
+    """A module whose `forward` adds to one attribute, and sets another attribute to 0 first in each call."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

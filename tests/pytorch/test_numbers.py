@@ -130,7 +130,7 @@ def test_a_ring(ranks: int) -> None:
 
 
 def test_another_thread_computes_as_usual_during_a_trace() -> None:
-    """While a thread traces, indexing with a tensor returns a view in this thread, and slices that end at a tensor, seeds and hooks are
+    """While a thread traces, indexing with a tensor returns a view in this thread. Seeds, hooks, and slices that end at a tensor are
     refused. Another thread computes as usual."""
 
     def compute() -> tuple[Any, ...]:

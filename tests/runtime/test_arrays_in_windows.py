@@ -197,7 +197,7 @@ def test_dlpack() -> None:
 
 
 def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError) -> str:
-    """All ranks must raise an error. Returns the message of the first one."""
+    """All ranks must raise an error. Returns the message of the first error."""
     provider, told = hw.Threads(ranks), list[str]()
 
     def rank(rank: int) -> None:

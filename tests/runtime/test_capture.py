@@ -118,8 +118,8 @@ def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
 def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
     """With graph="auto", calls become graphs on all ranks at the same call, if every rank passes few sets of arrays, in any order.
 
-    If one rank passes new arrays once, only this rank captures again. If it passes new arrays in each call, no rank uses graphs any more.
-    The programs use signals.
+    If one rank passes new arrays once, only this rank captures again. If this rank passes new arrays in each call, no rank uses graphs any
+    more. The programs use signals.
     """
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(ranks)

@@ -207,7 +207,7 @@ def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) ->
     started = time.monotonic()
     check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
     assert not garbage
-    assert time.monotonic() - started < 60  # if a rank waited for another one, the device would report this after 120 seconds
+    assert time.monotonic() - started < 60  # if a rank waited for another rank, the device would report the wait after 120 seconds
 
 
 def test_channels_are_made_once_and_freed() -> None:

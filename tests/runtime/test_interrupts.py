@@ -231,7 +231,7 @@ print("hang:", len(children))
 
 @pytest.mark.parametrize("pause", [0.03, 0.2])
 def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path: Path) -> None:
-    """The child does not block on a lock or an import. The child can build programs, and raises an error if it runs one."""
+    """The child does not block on a lock or an import. The child can build programs, and raises an error if it runs a program."""
     env = environment(HOSTWEAVE_CACHE=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()

@@ -75,7 +75,7 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """If the device has memory for only one of its threads, it must end that thread. Otherwise the device would wait for the thread
+    """If the device has memory for only one of its threads, the device must end that thread. Otherwise the device would wait for the thread
     forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")

@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
-    """According to the clocks, rank 1 receives before rank 0 sends. The smallest shift of rank 1 that prevents this is 90 us."""
+    """According to the clocks, rank 1 receives before rank 0 sends. The smallest shift of rank 1 that prevents such a receive is 90 us."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(match_communications(operations)) == 2

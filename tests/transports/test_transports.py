@@ -52,7 +52,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
 
 
 def test_a_channel_uses_the_first_transport_that_supports_its_calls() -> None:
-    """If two transports support the needed calls, the preferred one is used, unless the machine does not support it."""
+    """If two transports support the needed calls, the preferred transport is used, unless the machine does not support it."""
     stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
     chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
     for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):

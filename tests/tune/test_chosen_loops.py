@@ -129,8 +129,8 @@ def test_explain() -> None:
 
 
 def test_explain_names_the_gain_of_a_faster_alternative() -> None:
-    """If an alternative is predicted to be faster than the used alternative, the text has its gain, and why it is not used: the gain is too
-    small, or the user requested another one."""
+    """If an alternative is predicted to be faster than the used alternative, the text has the gain, and the reason why the alternative is
+    not used: the gain is too small, or the user requested another alternative."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)
@@ -242,7 +242,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
-    """Gathers that overlap with matmuls use copy engines if sizes are known and even, and if this is predicted to be faster."""
+    """Gathers that overlap with matmuls use copy engines if sizes are known and even, and if copy engines are predicted to be faster."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)

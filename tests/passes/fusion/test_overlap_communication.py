@@ -1,4 +1,4 @@
-"""The pass overlap_communication: which communication becomes asynchronous, and where it is issued."""
+"""The pass overlap_communication: which communication becomes asynchronous, and where communication is issued."""
 
 from __future__ import annotations
 
