@@ -42,7 +42,8 @@ _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. Functions that this class does not define are NumPy's, and do not support lanes."""
+    """NumPy for operands that may have lanes. Functions that neither this class nor `_RANDOM_FUNCTIONS` has are NumPy's, and do not support
+    lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
