@@ -237,7 +237,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """The only consumer of a gather, if this consumer is a matmul whose columns are gathered, also through a transpose. Otherwise None."""
+    """The only consumer of a gather or of its transpose, if this consumer is a matmul with gathered columns. Otherwise None."""
     uses, types, name, dim = consumers(fusion), fusion.types, gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
@@ -321,7 +321,8 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
     """Position to which the op at `position` can move up: the latest one at which the passed ops hide all of the op's time, or else the
-    earliest. The op passes no communication, not the op that computes its operand, and no pointwise op that depends on the operand."""
+    earliest. The op stays behind the op that computes its operand. The op passes no communication, and no pointwise op that depends on the
+    operand."""
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
     for other in ops[:position]:

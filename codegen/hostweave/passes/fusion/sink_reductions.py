@@ -142,8 +142,8 @@ class _Sinking:
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value that a reduction of the terms produces. If the only consumer of the value is a reshard, this is the reshard's result.
-        Otherwise the reduction produces the value itself."""
+        """The value that a reduction of the terms produces: the result of a reshard, if this reshard is the only consumer of the value.
+        Otherwise the value itself."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

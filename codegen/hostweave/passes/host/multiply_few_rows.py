@@ -13,9 +13,9 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. So do other matmuls with a common first
-operand, large weights and up to MOST_ROWS rows. Memory is already planned, so deallocates between the matmuls and the kernel move after the
-kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Other matmuls with a common first
+operand, large weights and up to MOST_ROWS rows also run concurrently. Memory is already planned, so deallocates between the matmuls and the
+kernel move after the kernel.
 """
 
 from collections.abc import Collection, Iterator

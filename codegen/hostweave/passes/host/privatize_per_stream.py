@@ -61,7 +61,8 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The child of the stream block, or of an `on` body in the block, that is or contains the instruction at `place`."""
+    """The instruction at `place`, or the instruction that contains it and is directly in the stream block or in an `on` body of the
+    block."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]
