@@ -1,11 +1,11 @@
 """Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with the same NCCL collectives.
 
 Cases: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), also at per-rank shapes of TP 8. Hostweave has three variants: sequential, with the loops that the compiler chooses
-(puts), and these loops in a CUDA graph. torch.compile also fuses the collectives of the sequence-parallel MLP with matmuls (async TP). Gate
-and up share one weight in all variants. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays.
-Printed times are milliseconds of the slowest rank: the median over calls that all ranks start together. Matmuls reach the GPU's power
-limit, so later measurements are slower. Arguments are names of cases, such as "70B at TP8"; default: all.
+reduce_scatter), also at per-rank shapes of TP 8. Hostweave has three variants: sequential, with the loops that the compiler chooses (puts),
+and these loops in a CUDA graph. In the sequence-parallel MLP, torch.compile also fuses the collectives with matmuls (async TP). Gate and up
+share one weight in all variants. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed
+times are milliseconds of the slowest rank: the median over calls that all ranks start together. Matmuls reach the GPU's power limit, so
+later measurements are slower. Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations

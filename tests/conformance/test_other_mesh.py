@@ -85,7 +85,7 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes: for seeds 0 and 1, sizes that are even on both meshes; otherwise uneven sizes if the program allows them, for which the
+    """Small sizes. For seeds 0 and 1 they are even on both meshes. Otherwise they are uneven if the program allows uneven sizes, and the
     last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)

@@ -129,8 +129,8 @@ def test_explain() -> None:
 
 
 def test_explain_names_the_gain_of_a_faster_alternative() -> None:
-    """If an alternative is predicted to be faster than the used alternative, the text has the gain, and the reason why the alternative is
-    not used: the gain is too small, or the user requested another alternative."""
+    """If an alternative is predicted to be faster than the used alternative, the text has the gain, and why the faster alternative is not
+    used. Either the gain is too small, or the user requested another alternative."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)

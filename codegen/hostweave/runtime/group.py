@@ -76,7 +76,8 @@ def init(
     the duration of a call. `device` is the index of this rank's GPU. The default is the local rank modulo the number of visible GPUs.
 
     Raises ExecutionError if ranks cannot connect, do not join in time, or disagree on the number of ranks. Raises ArgumentError for invalid
-    arguments or environment variables, and if this process is already in the group as another rank or with another number of ranks.
+    arguments or environment variables. Also raises ArgumentError if this process is already in the group as another rank or with another
+    number of ranks.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """

@@ -1,7 +1,7 @@
 """Rendezvous: the protocol by which the ranks of a group find each other, initially and after a failure.
 
-Each rank posts an entry with a random token. Rank 0 removes the entries, so that no entry is used twice, and writes an answer for each rank
-under a key with the rank's token. The answer contains the ranks, and the epoch, which is part of every key that the group uses.
+Each rank posts an entry with a random token. Rank 0 removes the entries, so that no entry is used twice. For each rank, rank 0 writes an
+answer under a key with the rank's token. The answer contains the ranks, and the epoch, which is part of every key that the group uses.
 """
 
 import json

@@ -42,8 +42,7 @@ _run_lock = reset_after_fork(threading.Lock())  # held while a program runs on a
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call on one rank: the host time of the C++ function `run`, and the device time from the start of the first work to the
-    end of the last work."""
+    """Times of one call on one rank: the host time of the C++ function `run`, and the device time from the first work to the last."""
 
     enqueue_us: float
     total_ms: float

@@ -180,8 +180,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches, which are then in the same state as after a call of the original
-    module."""
+    """Copies the attributes of returned cache layers to the given caches, as a call of the original module would change them."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:

@@ -105,8 +105,8 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and for each step True
-    if it fails."""
+    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps
+    fail."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []

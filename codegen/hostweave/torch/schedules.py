@@ -47,7 +47,7 @@ def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: in
     """Actions of one part of the mesh, in their order.
 
     gpipe runs all forward passes before all backward passes. All other schedules have Megatron's order of interleaved 1F1B
-    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. zero_bubble is ZB-H1
+    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. The schedule zero_bubble is ZB-H1
     (https://arxiv.org/abs/2401.10241): coordinate c computes gradients of parameters c micro-batches later than gradients of inputs.
     """
     own = [coordinate + number * parts for number in range(each)]

@@ -1,5 +1,5 @@
 """ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and sums that approximate integrals.
-float64 is refused, because the sums have only enough terms for float32. The module `composed` uses these rules.
+The rules refuse float64, because the sums have only enough terms for float32. The module `composed` uses these rules.
 """
 
 import math
