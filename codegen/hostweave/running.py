@@ -285,7 +285,6 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
-        """Makes a call on all ranks of this process."""
         host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
         if host.windows:
             why = f"the arrays of {', '.join(host.windows)} must be in windows of a group"

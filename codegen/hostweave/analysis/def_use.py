@@ -123,7 +123,6 @@ class DefUse:
         return [(place, i) for place in self.places if isinstance(i := place.instruction, kind)]
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
-        """Result of `Instruction.chunk_of` for a view."""
         source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
@@ -150,5 +149,4 @@ class DefUse:
 
 @ir.analysis
 def def_use(program: ir.HostProgram) -> DefUse:
-    """Def-use of a program."""
     return DefUse(program)

@@ -267,7 +267,6 @@ def _checked(space: Iteration, kernel: Kernel) -> Iteration:
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
-    """Indices that an op reduces."""
     if not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])

@@ -95,7 +95,6 @@ class Lexer:
             self.fail(f"expected {what}", start)
 
     def within(self, item: Callable[[], T], signs: str = "()") -> T:
-        """Parses one item between two signs."""
         self.expect(signs[0])
         found = item()
         self.expect(signs[1])
@@ -118,7 +117,6 @@ class Lexer:
         return tuple(items)
 
     def separated(self, item: Callable[[], T]) -> tuple[T, ...]:
-        """Parses one or more items, separated by commas."""
         items = [item()]
         while self.accept(","):
             items.append(item())

@@ -36,12 +36,10 @@ def find_algorithm(kind: str, name: str) -> Algorithm:
 
 
 def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool:
-    """True if a chosen alternative needs an optional transport."""
     return any(choice.chosen.chunks and transport_of(choice.chosen, options).is_optional for choice in choices)
 
 
 def transport_of(alternative: Alternative, options: Options) -> Transport:
-    """Transport of an alternative."""
     needs = next((algorithm.needs for algorithm in ALGORITHMS if algorithm.name == alternative.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport

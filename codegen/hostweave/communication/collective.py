@@ -28,8 +28,6 @@ from hostweave.types.tensor import BufferType, Dim
 
 @dataclass(frozen=True, eq=False)
 class CollectiveLowering:
-    """Lowering of one reshard on one mesh."""
-
     b: Builder
     flow: Dataflow
     values: Values

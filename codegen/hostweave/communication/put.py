@@ -43,7 +43,6 @@ class _Loop(Lowering, Signals):
         return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
-        """Shape of a value's chunk in one iteration."""
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
 

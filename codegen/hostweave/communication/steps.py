@@ -53,7 +53,6 @@ class Dataflow:
         return op.result.type.mesh_in(self.mesh)
 
     def local(self, value: Value) -> BufferType:
-        """Type of a rank's local buffer of a value."""
         return value.type.local(self.mesh, self.uneven)
 
     # --- facts about ops ---
@@ -112,7 +111,6 @@ class LoopSteps:
 
     @property
     def owned_by(self) -> Expr:
-        """`owner`, in a loop by shard."""
         assert self.owner is not None
         return self.owner
 

@@ -146,7 +146,6 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
 
 
 def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: MakesBuffer, dst: MakesBuffer) -> None:
-    """Emits a broadcast from each sender to its receivers."""
     with b.on(source):
         full = src()
         sent, shape = _blocks_to_send(b, full, blocks, None, None), b.types[full].shape

@@ -222,7 +222,6 @@ class Fusion:
         return f"<hostweave fusion {self.name}({inputs}) -> {results} on {self.mesh}>"
 
     def _repr_html_(self) -> str:
-        """Text of the fusion as HTML, for notebooks."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
@@ -239,12 +238,10 @@ class Fusion:
 
     @cached_property
     def made(self) -> Mapping[str, Op]:
-        """Value -> the op that computes it."""
         return {op.result.name: op for op in self.ops}
 
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
-        """Value -> type, in order of definition."""
         return {name: value.type for name, value in self.values().items()}
 
     def values(self) -> Mapping[str, Value]:
@@ -304,7 +301,6 @@ class Fusion:
 
     @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """User kernels of the fusion and its functions."""
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:

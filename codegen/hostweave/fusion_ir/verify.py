@@ -66,7 +66,6 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks the uses and the first dims of parameter groups."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.types[name].dims[:1]
@@ -161,7 +160,6 @@ def _verify_further_results(body: Fusion) -> None:
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)
@@ -186,7 +184,6 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
 
 
 def _verify_loops(fusion: Fusion) -> None:
-    """Checks the attributes of chunk loops."""
     for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
         if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
             raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)

@@ -92,7 +92,6 @@ class Kernel:
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """Symbolic sizes in the attributes of the ops."""
         return tuple(value for op in self.ops for _, value in op.attributes if isinstance(value, Size))
 
     @property
@@ -117,7 +116,6 @@ class Kernel:
         return "_".join([*words, *named, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:
-        """Lines of the kernel's text."""
         end = f"}}  # ends here: {self.ends}" if self.ends else "}"
         returned = [f"return {tree.field_text(self.returned, True)}"] if self.returned else []
         return [f"kernel @{self.name}({_listed(self.inputs)}) {{", *(f"{tree.INDENT}{line}" for line in (*self.ops, *returned)), end]
@@ -215,7 +213,6 @@ class HostProgram:
         return f"<hostweave host program {self.name}({inputs}) -> {outputs} on {self.mesh}>"
 
     def _repr_html_(self) -> str:
-        """Text of the program as HTML, for notebooks."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:

@@ -239,7 +239,6 @@ def expressions(instruction: Instruction) -> list[Expr]:
 
 
 def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
-    """Applies `change` to each expression."""
     given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
     changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
     return replace(instruction, **changed) if changed else instruction
@@ -365,7 +364,6 @@ class AliasRoots:
                 self._roots[name] = tuple(dict.fromkeys(root for source in sources for root in self.all_of(source)))
 
     def put(self, name: str, source: str) -> None:
-        """Makes `name` a view of `source`."""
         self._sources[name], self._roots[name] = source, self.all_of(source)
 
     def source(self, name: str) -> str | None:

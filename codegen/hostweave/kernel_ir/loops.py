@@ -238,7 +238,6 @@ class Loops:
     # --- text ---
 
     def letters(self) -> dict[LoopDim, str]:
-        """Index letter of each dim."""
         order = sorted(self.dims, key=lambda dim: dim.position)
         letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
         return dict(zip(order, letters, strict=False))

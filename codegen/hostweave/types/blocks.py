@@ -91,7 +91,6 @@ class Transfer:
 
     @property
     def moved(self) -> tuple[Route, ...]:
-        """Routes between two different ranks."""
         return tuple(route for route in self.routes if route.sender != route.receiver)
 
     @property

@@ -120,7 +120,6 @@ class Mesh:
         return dict(self.axes)[axis]
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """Number of ranks in a process group along `axes`."""
         return prod(map(self.axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:

@@ -146,8 +146,6 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CeilDiv:
-    """Size of a full shard, ceil(size / ranks)."""
-
     size: Size
     ranks: int
 
@@ -181,7 +179,6 @@ class LocalSize:
         return len(self.indices(sizes))
 
     def indices(self, sizes: Sizes) -> range:
-        """Indices of the global dim that the rank holds."""
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)

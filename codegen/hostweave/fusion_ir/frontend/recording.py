@@ -94,7 +94,6 @@ def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
 
 
 def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
-    """Index of the dim that `axis` names."""
     return stated(tensor.type.dim, axis, kind)
 
 

@@ -59,7 +59,6 @@ def _reshard_step(types: Types, op: Op) -> TensorType:
 
 
 def _step(kind: str, *attributes: Attribute[Any], **facts: Any) -> None:
-    """Defines a step of reshards."""
     OPS[kind] = OpDef(1, _reshard_step, elementwise, lambda np, x, **_: x, attributes, is_reshard_step=True, **facts)
 
 

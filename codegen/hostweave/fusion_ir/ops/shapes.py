@@ -103,7 +103,6 @@ def _pad(types: Types, op: Op) -> TensorType:
 
 
 def padded_dims(op: Op) -> tuple[int, ...]:
-    """Dims with nonzero padding."""
     low, high = op[LOW], op[HIGH]
     return tuple(i for i, widths in enumerate(zip(low, high, strict=True)) if any(widths))
 

@@ -19,8 +19,6 @@ PRODUCTS = 4  # largest number of matmuls in one kernel: hw::kProducts
 
 
 class Compute(Instruction):
-    """Local work of a rank."""
-
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:

@@ -21,8 +21,6 @@ MAX_POOL = 2**16  # largest pool of streams or events
 
 @dataclass(frozen=True)
 class Scope:
-    """Facts about the bodies that enclose an instruction."""
-
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
     steps: Size | None = None  # trip count of an enclosing loop that may differ between ranks
@@ -33,8 +31,6 @@ Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instructi
 
 @dataclass
 class Checker:
-    """Verifies a program instruction by instruction."""
-
     program: ir.HostProgram  # the main program, or a function as a separate program
     rules: Mapping[type[tree.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)

@@ -59,7 +59,6 @@ def lies_along(type: BufferType, dim: int) -> bool:
 
 
 def _scaled(c: Checker, i: ir.Matmul) -> None:
-    """Checks a matmul with scales."""
     if len(i.scales) != 2:
         c.fail(f"{len(i.scales)} scales are given, not 2: name the scales of %{i.a}, then those of %{i.b}")
     a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))
