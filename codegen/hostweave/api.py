@@ -191,8 +191,7 @@ class Program:
         axes by name. The cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts
         take to enqueue is not included. Returns a report. `print(report)` shows the totals, and `report.save("f.html")` writes a page.
 
-        Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide evenly, or if the program
-        cannot run on that many ranks.
+        Raises ArgumentError for invalid `sizes`, and ProgramError if the prediction is impossible; the message says why.
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
@@ -216,8 +215,8 @@ class Program:
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
         inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for each part that the
-        comparison does not cover, such as lines that did not run. Raises ProgramError for the first fault, with rank and instruction.
-        Raises ArgumentError for sizes that the program does not have.
+        comparison does not cover, such as lines that did not run. Raises ProgramError for the first fault, with rank and instruction if
+        known, and ArgumentError for invalid `sizes`.
 
         Example: `program.check(M=8192, N=4096)`.
         """

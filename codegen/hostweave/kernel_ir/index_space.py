@@ -26,9 +26,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
-    moved = {
-        stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates
-    }  # access -> dims of which only a part is written
+    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # access -> partly written dims
     accesses = _accesses(kernel, space, memory, moved)
     order = list(space.sizes)
 

@@ -38,9 +38,7 @@ class Run:
     carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
     each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i - 1
-    placed: dict[int, tuple[Column, TensorType]] = field(
-        default_factory=dict
-    )  # result -> the reshards to one type that are its only uses, and the type
+    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type
     backward: bool = False
 
     @property
