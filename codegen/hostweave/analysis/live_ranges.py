@@ -114,7 +114,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Number of streams of the pool on which a stream block may run, counted from stream 0."""
+        """Upper bound of the index of the stream on which a stream block runs, plus 1."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:

@@ -88,7 +88,7 @@ class _RingReduceScatter(_ForwardingRing):
 
     @property
     def adds(self) -> str:
-        """Result of the matmul that computes the terms. Raises ProgramError if an op other than a view is between it and the reduction."""
+        """Result of the matmul that computes the terms, before views. Raises ProgramError if the loop has no such matmul of floats."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.made[name]
