@@ -376,7 +376,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Toggles all words between 0 and 1 until the device is idle, so that each wait sees its value.
+// Toggles all words between 0 and 1 until the device is idle, at most for kUnmapPatience. Each wait then sees its value.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

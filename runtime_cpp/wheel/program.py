@@ -151,8 +151,8 @@ class Program:
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         """Allocates memory and makes plans for arrays of these shapes. All ranks must prepare before any rank calls the program.
 
-        `global_shapes` gives, by name, the global shapes of inputs whose dims are not divided evenly among the ranks.
-        Raises ValueError if an array has the wrong dtype, shape or device.
+        `global_shapes` gives, by name, the global shapes of inputs whose dims are not divided evenly among the ranks. Raises ValueError if
+        an array has the wrong dtype, shape or device, and RuntimeError for other failures.
         """
         inputs = self._tensors(INPUTS, arrays, global_shapes or {})
         _call(f"{NAME}_prepare", self._handle, inputs, self._shapes)
@@ -162,7 +162,7 @@ class Program:
         """Returns the local output, or a tuple of several. The call is enqueued on PyTorch's current stream if the target is "cuda".
 
         Pass None for an input that this rank does not hold; an output that the rank does not hold is None. For an output in the memory of a
-        donated input, the returned array is that input. Raises like `prepare`, and RuntimeError if a call of CUDA or NCCL fails.
+        donated input, the returned array is that input. Raises like `prepare`.
         """
         if self._prepared != _key(arrays, global_shapes):
             self.prepare(*arrays, global_shapes=global_shapes)
@@ -213,7 +213,7 @@ def run(*arrays: Any) -> Any:
     """Returns the global outputs for global arrays, in the order of INPUTS.
 
     All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Frees their memory at the end. Raises
-    ValueError if an array has the wrong dtype or shape, RuntimeError if this host has too few GPUs.
+    ValueError if an array has the wrong dtype or shape, and RuntimeError for other failures, such as too few GPUs.
     """
     if len(arrays) != len(INPUTS):
         raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(INPUTS)}: {', '.join(each.name for each in INPUTS)}")

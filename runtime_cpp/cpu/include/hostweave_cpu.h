@@ -1,6 +1,6 @@
-// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that it implements.
-// A rank is a host thread with a separate device (cudaSetDevice(rank)); in reports "rank 2" is device 2. Functions that return
-// int return 0 on success; otherwise hw_cpu_last_report() has the error.
+// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that it implements. A rank is a host thread with a
+// separate device (cudaSetDevice(rank)); in reports "rank 2" is device 2. Functions that return int, except hw_cpu_failed, return
+// 0 on success; otherwise hw_cpu_last_report() has the error.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

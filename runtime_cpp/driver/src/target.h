@@ -13,7 +13,8 @@
 
 namespace hw::target {
 
-// Sets the schedule before the ranks start a round. Throws ExecutionError if this machine has fewer than `ranks` devices.
+// Sets the schedule before the ranks start a round. On CUDA, throws ExecutionError for a seeded schedule, or if this machine has
+// fewer than `ranks` GPUs.
 void configure(const Schedule& schedule, int ranks);
 
 // RAII: makes this thread the thread of a rank, whose device has the same number.

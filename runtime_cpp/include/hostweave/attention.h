@@ -63,8 +63,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Without lengths and `blind_zeros`, also
-  // throws if a row attends to no column.
+  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Unless `blind_zeros` is set, also throws if
+  // there are no columns, or if there are no lengths and a row attends to no column.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

@@ -53,8 +53,8 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
   // Selects an algorithm for these shapes, unless they are among the last kMostPlans shapes. Selection waits for the device. If
-  // the rank measures, selects the fastest of the algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has
-  // none.
+  // the rank measures, selects the fastest of the algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt does not
+  // support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or several if one

@@ -43,7 +43,7 @@ class WindowArena {
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
   // Like Arena::reserve. Growth of the windows is collective: all ranks of the channels reserve equally many bytes. Throws
-  // ExecutionError if NCCL lacks a feature that the program needs.
+  // ExecutionError if peers cannot access the memory, or if NCCL lacks a feature that the program needs.
   void reserve(MemoryPlan& plan);
 
   // See CallOrder. Orders the calls of all programs that use these channels.

@@ -24,7 +24,7 @@ struct Setting {
 };
 
 // Parses arguments such as "M=1024" into the settings. --help prints the settings and exits. Throws std::invalid_argument for
-// unknown arguments.
+// unknown names, and for values that are not numbers of at least 1.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
 // Runs `rank` for each rank in its own thread. Exits the process if a rank throws, because the other ranks would wait for it.

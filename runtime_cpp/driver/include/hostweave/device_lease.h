@@ -7,7 +7,7 @@
 
 namespace hw {
 
-// Settings of the CPU device's scheduler. On CUDA only the default is allowed.
+// Settings of the CPU device's scheduler. On CUDA `seeded` is an error, and the other settings have no effect.
 struct Schedule {
   bool seeded = false;  // one operation at a time in an order chosen by the seed, instead of in parallel
   uint64_t seed = 0;    // this and the following fields are as in hw_cpu_config
@@ -39,7 +39,8 @@ class DeviceLease {
   static std::string stopped(const std::string& party);
 
   // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
-  // thread. Does not wait, because other ranks may wait for the calling rank. Releases run in FIFO order.
+  // thread. On CUDA always calls it now. Does not wait, because other ranks may wait for the calling rank. Releases run in FIFO
+  // order.
   static void free(std::function<void()> release);
 
  private:

@@ -21,7 +21,8 @@
 
 namespace hw {
 
-// True if a stream is being captured, or its capture was invalidated by a failed call.
+// True if a stream is being captured, or its capture was invalidated by a failed call. Throws CaptureError for the default stream
+// while another stream is captured.
 bool is_captured(cudaStream_t stream);
 
 // Detects that graphs which the application launches make no progress. Each launch sets a word at its start, and records an event
@@ -121,13 +122,14 @@ class Instance {
   // program. Throws CaptureError if `caller` is being captured, because a capture cannot allocate.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
   // Calls the program with contiguous arrays of the shapes of the last `prepare`: bound inputs of the table, and `inputs`. Only
-  // enqueues on CUDA; the CPU target waits for the rank. If `graphs` requests a graph for new arrays, captures the call first.
-  // Throws CaptureError if a capture fails; the program remains usable.
+  // enqueues on CUDA; the CPU target waits for the rank. If `graphs` requests a graph for new arrays, captures the call first. If
+  // `caller` is being captured, adds the call to that capture. Throws CaptureError if a capture fails; the program remains
+  // usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
   // Captures a call as a graph. Throws CaptureError if that fails.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Launches a captured call, in order with the calls by `run`.
+  // Launches a captured call, in order with the calls by `run`. Throws CaptureError if `caller` is being captured.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
   // Runs `work` in one Member::Use. StagedCalls makes several calls in `work`. A failure stops the other ranks.

@@ -61,11 +61,12 @@ class Member {
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels. The keys are the axes of their process groups. Throws ArgumentError if a
-  // communicator is missing, or if this rank's index in a communicator differs from its index in the mesh.
+  // Uses communicators of the application as channels. The keys are the names of process groups: the axes, after the mesh if it
+  // is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device than the process
+  // group.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
-  // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
+  // Collective. Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
   // Registers and destroys graphs that use the member's channels. An abort destroys registered graphs too, because NCCL

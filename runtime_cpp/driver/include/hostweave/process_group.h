@@ -12,7 +12,7 @@ namespace hw {
 struct ProcessGroup {
   std::string mesh;           // "mesh(pp=2, dp=2, tp=4)"
   std::string axes;           // axes along which its ranks differ: "dp, tp"
-  std::string key;            // mesh, axes, and the coordinates that its ranks share:
+  std::string key;            // mesh, axes, shared coordinates, and the transport unless it is the default:
                               // "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1"
   int64_t rank_in_group = 0;  // row-major index in the coordinates along the axes
   int64_t size = 1;
