@@ -65,7 +65,7 @@ class CheckedCall:
 class Arguments:
     """Checks the arrays that a program takes on a rank.
 
-    Each array must fit its parameter, the shapes must be consistent, and an array that is written must not overlap another one.
+    Each array must fit its parameter, the shapes must be consistent, and an array that is written must not overlap another array.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Arguments:
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
-        """Returns the checked array, or None if this rank has no block of it."""
+        """Returns the checked array, or None if this rank has no block of the parameter."""
         where, rank = f"{self._host.name}: {parameter.name}", self._rank
         if array is None:
             if self.holds(parameter):
@@ -207,10 +207,10 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
-        """Refuses an output array or a donated input that overlaps another argument, because a write to one could overwrite the other."""
+        """Refuses an output array or a donated input that overlaps another argument, because the write would change that argument."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: of all earlier spans, and of the written ones
+        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: of all earlier spans, and of the written spans
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -232,7 +232,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs, if this rank can compute them without the other ranks. Otherwise None."""
+        """Shapes of the global inputs, if the caller passes sizes or some arguments are only on some ranks. None otherwise, and if ranks
+        exchange shapes instead."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

@@ -44,8 +44,8 @@ class Exchange:
         self.number = 0  # number of exchanges that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks, indexed by rank. Raises PeerLost after `timeout` seconds, and Failed if another rank has
-        failed."""
+        """Returns the records of all ranks, indexed by rank. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed
+        or left."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
@@ -67,14 +67,14 @@ class Exchange:
         """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange."""
 
     def announced(self) -> tuple[int, str] | None:
-        """Number of the exchange that was announced last, and the text of the announcement."""
+        """Number of the exchange that was announced last, and the text of the announcement. None if no exchange was announced."""
         return None
 
     def publish_position(self, text: str) -> None:
         """Publishes where in its calls this rank is, for reports of other ranks."""
 
     def gather_positions(self, timeout: float = 0) -> list[str | None]:
-        """Positions of all ranks. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
+        """Positions of all ranks, None if unknown. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
         return [None] * self._count
 
 

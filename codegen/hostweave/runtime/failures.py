@@ -79,8 +79,8 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed: a reason that a rank has reported, or a message that the store does not answer. None if the
-        group has not failed."""
+        """Reason why the group has failed: a reason that a rank has reported, or an error of the store. None if the group has not
+        failed."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
@@ -106,7 +106,7 @@ class FallibleGroup:
         self.exchange.fail(reason)
 
     def interrupted(self, reason: str) -> None:
-        """Aborts, for example after Ctrl-C, and prints a report on stderr."""
+        """Aborts, for example after Ctrl-C, and prints a report on stderr, unless the group has failed before."""
         if not self._failure:
             print_report(report := self.report(f"rank {self.rank}: {reason}"))
             self.abort(report)

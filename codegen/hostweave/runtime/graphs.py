@@ -76,7 +76,8 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """Array, or tuple of arrays, that each launch writes. The addresses do not change."""
+        """Array, or tuple of arrays, with the results of the last launch. Each launch writes to the same arrays. If the library cannot
+        share memory, as for JAX, `outputs` are new copies."""
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:

@@ -184,8 +184,8 @@ class Group(FallibleGroup):
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
-        """Raises ExecutionError if the group has failed. A CUDA call only enqueues work, so synchronize the stream before you call
-        `check`."""
+        """Raises ExecutionError if the group has failed or is closed. A CUDA call only enqueues work, so synchronize the stream before you
+        call `check`."""
         if not self._failure and (reason := self._known_failure()):
             self.abort(reason)
         self.expect_working()
@@ -236,9 +236,9 @@ class Group(FallibleGroup):
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
         with the last array that uses it. After `close`, only this rank can access the array.
 
-        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if the ranks
-        cannot share memory, for example on several hosts. Raises ExecutionError if the group has failed, if another rank makes a different
-        call or is late, or if memory runs out.
+        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators` with several ranks. Raises
+        ExecutionError if the ranks cannot share memory, for example on several hosts. Raises ExecutionError if the group has failed, if
+        another rank makes a different call or is late, or if memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """

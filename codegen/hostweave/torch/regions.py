@@ -155,7 +155,8 @@ class ModelInRegions(Delegating):
         vars(self).update(_call=torch.compile(module, backend=self.backend))  # not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module: its regions as programs, and the rest eagerly."""
+        """Runs the module: its regions as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan
+        shards inputs."""
         if current_group() is not None and self.backend.plan.layouts.inputs:
             for one in pytree.tree_leaves((args, kwargs)):
                 if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
@@ -174,7 +175,8 @@ class ModelInRegions(Delegating):
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements determine the shardings.
+    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements determine the shardings. Raises
+    ProgramError for unknown options, and under fullgraph=True for unsupported ops.
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """

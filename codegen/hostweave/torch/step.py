@@ -35,8 +35,8 @@ class TrainingStep(Differentiated):
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are unscaled
-    before the update. If a gradient is not finite, the update is skipped: the call changes no parameter and no state. The scale changes
-    after each update, also after a skipped update.
+    before the update. If a gradient is then not finite, the update is skipped: the call changes no parameter and no state. The scale
+    changes after each update, also after a skipped update.
     """
 
     def __init__(
