@@ -64,9 +64,10 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// True if this package's kernels compute a problem, because cuDNN does not support it. With a bias, cuDNN supports only the
-// diagonal from the top left. With lengths, cuDNN supports only diagonals from a corner. If the diagonal reaches the last column
-// before the last row, cuDNN supports no window and no backward pass.
+// True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
+// only packed problems that `packs` accepts. With a bias, cuDNN supports no window, and only the diagonal from the top left. With
+// lengths, cuDNN supports only diagonals from a corner. If the diagonal reaches the last column before the last row, cuDNN
+// supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -231,7 +232,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// One or two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
+// Up to two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
 // that attend to no column. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, this
 // plan may instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {

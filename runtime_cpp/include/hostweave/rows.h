@@ -162,7 +162,8 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
       return load_row(*this, row);
     }
   }
-  // Computes a row of values, and holds them in registers. `compute` returns the vector of a chunk.
+  // Computes a row of values. If kWidth exceeds 1, holds the row in registers; otherwise computes values again at each use.
+  // `compute` returns the vector of a chunk.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
     if constexpr (kWidth == 1) {
