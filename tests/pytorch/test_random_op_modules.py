@@ -135,6 +135,8 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
     dims = [dim for dim, size in enumerate(x.shape) if x.numel() and size % 2 == 0]
     sharded = draw.choice([None, *dims]) if ranks > 1 else None
     plan = {} if sharded is None else {"x": ", ".join("tp" if dim == sharded else "-" for dim in range(x.ndim))}
+    if ranks > 1 and draw.random() < 0.5:  # the program then gathers or reduces next to a matmul
+        plan["linear.weight"] = draw.choice(["tp, -", "-, tp"])
     with warnings.catch_warnings(), torch.set_grad_enabled(training):
         warnings.simplefilter("ignore")  # torch warns about reductions of no elements
         try:
@@ -162,3 +164,29 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
             torch.testing.assert_close(
                 one, other, rtol=5e-3, atol=5e-3 * float(other.abs().max() if other.numel() else 0) + 1e-5, equal_nan=True
             )
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_equal_maxima_on_several_ranks_share_the_gradient(dim: int, dtype: Any) -> None:
+    """The maxima of small integers are equal in many places, and all sums are exact."""
+
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.Linear(8, 8, bias=False, dtype=dtype)
+
+        def forward(self, x: Any) -> Any:
+            return self.c(x).relu().amax(dim)
+
+    torch.manual_seed(0)
+    ours, x = Largest(), torch.randint(-1, 2, (6, 8)).to(dtype)
+    with torch.no_grad():
+        ours.c.weight.copy_(torch.randint(-1, 2, (8, 8)))
+    theirs = copy.deepcopy(ours)
+    plan = {"x": "tp, -"} if dim == 0 else {"c.weight": "tp, -"}
+    for call in (hostweave.torch.compile(ours, hw.Mesh(tp=2), plan, (x,), training=True), theirs):
+        y = call(x)
+        (y * torch.arange(1, len(y) + 1)).sum().backward()
+    torch.testing.assert_close(ours.c.weight.grad, theirs.c.weight.grad)

@@ -117,8 +117,9 @@ class Overlap:
         own_chunk, other_chunk = (
             sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False)
         )
-        # fraction of the time in which transfers and matmuls overlap
-        overlap_share = min(1.0, others * transfer / (own * own_chunk + others * other_chunk))
+        # fraction of the time in which transfers and matmuls overlap; matmuls without elements take no time
+        computed = own * own_chunk + others * other_chunk
+        overlap_share = min(1.0, others * transfer / computed) if computed else 1.0
         slowdown = 1 + overlap_share * (matmul_slowdown - 1)
         own_chunk, multiply = own_chunk * slowdown + CHUNK_SECONDS, other_chunk * slowdown + CHUNK_SECONDS
         transfers = [transfer * slower] * others
