@@ -13,6 +13,7 @@ one after another, in any order that its edges allow. Signals and waits must kee
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from hostweave.check.happens_before import Clock, Task, order, run
 from hostweave.check.match_collectives import ChannelGroup, channel_of
@@ -36,7 +37,7 @@ class PostedCommunications:
         Communications on different channels must be ordered. Two communications on one channel need no order if the library does both,
         because the library orders them.
         """
-        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
+        channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
         last = self._last[task.operation.rank]
@@ -47,6 +48,17 @@ class PostedCommunications:
         ]
         last.update({(task.stream_id, channel): task for channel in channels})
         return pending
+
+
+def _place(part: Operation) -> tuple[ChannelGroup, bool]:
+    """Channel of a communication. The second element is True if a generated kernel exchanges data, and the library does not order it."""
+    return channel_of(part), part.instruction.exchanges
+
+
+def unordered_parts(later: Operation, earlier: Operation) -> tuple[Operation, Operation]:
+    """First communications of two operations, or of their groups, between which the library defines no order."""
+    parts = ([part for part in each.communications if part.may_be_serialised] for each in (later, earlier))
+    return next((one, other) for one, other in product(*parts) if _place(one) != _place(other) or one.instruction.exchanges)
 
 
 def is_signal_or_wait(part: Operation) -> bool:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.base.garbage import without_garbage_collection
-from hostweave.check.channel_order import PostedCommunications, SignalOrder
+from hostweave.check.channel_order import PostedCommunications, SignalOrder, unordered_parts
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, match_communications
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
@@ -129,7 +129,7 @@ class _Checker:
         if not task.operation.communications:
             return
         for earlier in self.posted.unordered(task, clock):
-            one, other = task.operation.communications[0], earlier.communications[0]
+            one, other = unordered_parts(task.operation, earlier)
             library = "not both posted by the library (it orders only its own communications)"
             what = library if one.channel == other.channel else "over different channels"
             fault = f" and {other} are {what}, and nothing orders them on the rank: they can deadlock"

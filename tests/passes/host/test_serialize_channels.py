@@ -94,6 +94,18 @@ def test_a_loop() -> None:
     )
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_group_of_two_channels(is_first: bool) -> None:
+    """The error names the communication of the group that is on another channel than the earlier one."""
+    parts = ["all_reduce sum %x -> %y on tp", "all_reduce sum %v -> %z on dp"]
+    group = "\n".join(parts if is_first else reversed(parts))
+    body = f"fork ring\nstream ring[0] {{\nall_reduce sum %u -> %w on tp\n}}\ngroup {{\n{group}\n}}\njoin ring"
+    header = HEADER.replace("%x", "%u: f32[8], %x").replace("%y", "%w: f32[8], %y")
+    assert "all_reduce sum %v -> %z on dp and rank 0, ring[0]: all_reduce sum %u -> %w on tp are over different" in unordered(
+        host(body, header)
+    )
+
+
 def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     body = """\
   fork ring
