@@ -375,6 +375,9 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
     assert "overlap " in output_of(capsys, "bench", "--list")
     assert {one["name"] for one in json.loads(output_of(capsys, "bench", "--list", "--json"))} >= {"overlap", "compiler"}
     assert json.loads(output_of(capsys, "doctor", "--json"))[0]["name"] == "python"
+    assert mistake_of(capsys, "bench", "--json") == "bench --json: only the list of benchmarks is JSON; add --list, or remove --json"
+    for action in ("path", "clear"):
+        assert mistake_of(capsys, "cache", action, "--json") == f"cache {action} --json: only list and size print JSON; remove --json"
 
 
 def test_shells_complete_commands_and_options(capsys: Captured) -> None:

@@ -326,6 +326,8 @@ def _calibrate(_: argparse.Namespace) -> None:
 
 
 def _cache(options: argparse.Namespace) -> None:
+    if options.json and options.action not in ("list", "size"):
+        raise HostweaveError(f"cache {options.action} --json: only list and size print JSON; remove --json")
     if options.action == "path":
         print(cache.root())
         return
@@ -356,6 +358,8 @@ def plural(word: str, count: int) -> str:
 
 def _bench(options: argparse.Namespace) -> int:
     if not options.list:
+        if options.json:
+            raise HostweaveError("bench --json: only the list of benchmarks is JSON; add --list, or remove --json")
         return bench(options.names)
     benchmarks = list(benchmark_list())
     if options.json:
