@@ -193,6 +193,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile time; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; it must be 4.*; or compile for sizes that change, with dynamic_shapes=$"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
+    "tangents": (
+        lambda c: torch.func.jvp(lambda x: c(x, 2.0), (X,), (X,)),
+        r"Layer: torch.vmap, torch.func.jvp, .* do not see the ops of a compiled module; apply it to the original module",
+    ),
     "captured without a group": (
         lambda c: c.capture(X, 2.0),
         "Layer: capture: without a group all ranks run in this process .*; call hw.init on each rank",
@@ -200,6 +204,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_call(layer: Any, call: Callable[[Any], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ArgumentError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import timeit
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -330,3 +331,31 @@ def test_at_the_edges_of_floats() -> None:
 
 def test_along_rows() -> None:
     expect_as_torch(IN_ROWS)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None:
+    """It is set in the original module, whose `forward` reads it. A call then raises, because the program contains the old value."""
+
+    class Scaled(nn.Linear):
+        scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    module, x = Scaled(4, 4), torch.ones(2, 4)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
+    model.scale = 3.0
+    assert module.scale == model.scale == 3.0
+    with torch.set_grad_enabled(training), pytest.raises(ArgumentError, match="scale was changed after compilation; compile it again"):
+        model(x)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> None:
+    """A torch.fx.GraphModule has its own `__deepcopy__`, which would copy the original module only."""
+    x = torch.ones(2, 4)
+    model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
+    with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):
+        copied(model)

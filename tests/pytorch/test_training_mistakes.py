@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 from torch import nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
@@ -17,6 +19,8 @@ from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
 
 X = torch.ones(4, 8)
 MESH = hw.Mesh(dp=2)
+with torch.inference_mode():
+    OF_INFERENCE = torch.ones(4, 8)
 
 
 class Layer(nn.Module):
@@ -86,6 +90,35 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
 def test_module(written: Callable[..., Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         compiled(written)
+
+
+def of_inference_mode() -> Any:
+    with torch.inference_mode():
+        return Layer()
+
+
+def in_inference_mode() -> None:
+    with torch.inference_mode():
+        hostweave.torch.compile(Layer(), MESH, {}, (X,), training=True)
+
+
+MADE: dict[str, tuple[Callable[[], Any], str]] = {
+    "parameter": (
+        lambda: hostweave.torch.compile(of_inference_mode(), MESH, {}, (X,)),
+        r"Layer: up.weight was created in torch.inference_mode\(\), so autograd cannot use it; create it outside, or pass its clone",
+    ),
+    "argument": (
+        lambda: compiled(inputs=(OF_INFERENCE,)),
+        r"Layer: example_inputs\[0\] was created in torch.inference_mode\(\), .*; create it outside",
+    ),
+    "mode": (in_inference_mode, r"Layer: torch.inference_mode\(\) is on, .*; compile with training=True outside of it"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), MADE.values(), ids=MADE)
+def test_inference_mode(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        make()
 
 
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
@@ -190,7 +223,30 @@ def evaluated(call: Any) -> None:
         call._module.train()
 
 
+def with_a_tangent(call: Any) -> None:
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(X, X))
+
+
+def batched_gradients(call: Any) -> None:
+    torch.autograd.grad(call(X)[0], call._module.down.weight, torch.ones(3, 4, 8), is_grads_batched=True)
+
+
+BY_TRANSFORM = r"Layer: torch.vmap, .* do not see the ops of a compiled module; apply it to the original module, or .* backward\(\)"
+BY_TRACER = "Layer: torch.export, make_fx and torch.jit.trace do not see the ops .*; trace the original module, or register its program by"
 CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "inference": (
+        lambda call: call(OF_INFERENCE),
+        r"Layer: x was created in torch.inference_mode\(\), so autograd cannot use it; create it outside, or pass its clone\(\)",
+    ),
+    "vmap": (lambda call: torch.vmap(call)(torch.ones(3, 4, 8)), BY_TRANSFORM),
+    "jvp": (lambda call: torch.func.jvp(call, (X,), (X,)), BY_TRANSFORM),
+    "grad": (lambda call: torch.func.grad(lambda x: call(x)[0].sum())(X), BY_TRANSFORM),
+    "batched": (batched_gradients, BY_TRANSFORM),
+    "tangent": (with_a_tangent, "Layer: a tensor has a tangent, but forward-mode derivatives are not compiled; apply it to the original"),
+    "make_fx": (lambda call: make_fx(call)(X), BY_TRACER),
+    "export": (lambda call: torch.export.export(call, (X,)), BY_TRACER),
+    "jit.trace": (lambda call: torch.jit.trace(call, X), BY_TRACER),
     "twice": (
         second_backward,
         "Layer: backward is called a second time, and its saved tensors are freed; call the module again, or .*retain_graph",
@@ -220,6 +276,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -265,3 +322,14 @@ def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
     with pytest.raises(RuntimeError, match="Mismatch in shape"):
         torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 1))
     assert not layer(X)[1].requires_grad
+
+
+def test_a_step_in_inference_mode() -> None:
+    """The optimizer would create state that no later step could update."""
+    module = Layer(lambda self, x: self.down(self.up(x)).square().mean())
+    step = hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
+    with (
+        torch.inference_mode(),
+        pytest.raises(ArgumentError, match=r"Layer: torch.inference_mode\(\) is on, .*; call the step outside of it"),
+    ):
+        step(X)

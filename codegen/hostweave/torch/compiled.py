@@ -1,7 +1,7 @@
 """A compiled module. It is called like the original module, and reads the tensors of the original module in place."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hostweave.torch.held import Folded, Held, tensor_of
 from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
 from hostweave.torch.state import State
+from hostweave.torch.transforms import expect_eager
 from hostweave.torch.updates import copied_to
 from hostweave.torch.views import made_again
 
@@ -46,6 +47,18 @@ class Delegating(nn.Module):
     def __getattr__(self, name: str) -> Any:
         module = vars(self).get("_module")
         return getattr(module, name) if module is not None else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a public attribute of the wrapped module in that module, whose `forward` reads it."""
+        module = vars(self).get("_module")
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ArgumentError(f"{self!r} cannot be copied or pickled; copy or save the original module, and compile it after loading")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__(protocol)
 
     @property
     def training(self) -> bool:
@@ -77,14 +90,15 @@ class CompiledModule(Delegating):
     `check`.
     """
 
+    alone_on: torch.device | None = None  # device of a program of one rank, which runs without the group of this process
+    generation: Any = None  # programs of `generate`, for a module of transformers
+
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
         """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` contains the program of the backward
         pass, or the program that accumulates gradients."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
-        self.alone_on: torch.device | None = None  # device of a program of one rank, which runs without the group of this process
-        self.generation: Any = None  # programs of `generate`, for a module of transformers
         owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
         of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
         self._owned = {node: origin.value for node, origin in owned.items() if origin.kind == "constant"}
@@ -177,9 +191,11 @@ class CompiledModule(Delegating):
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Maps the names of program inputs to the arguments of a call."""
+        expect_eager(self._name, self._held_tensors.tensors)
         self._expect_no_gradients(self._held_tensors.tensors)
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
+        expect_eager(self._name, [*arrays.values()])
         self._expect_no_gradients(arrays.values())
         return arrays
 

@@ -39,6 +39,7 @@ from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.replaced import Replacement, replaced
 from hostweave.torch.scaled import quantized_linears
 from hostweave.torch.strides import of_storages
+from hostweave.torch.transforms import inference_tensor
 
 tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's symbolic sizes
 _TORCH = str(Path(torch.__file__).parent)
@@ -64,10 +65,17 @@ def exported(
     Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
     marks each value that loses its gradient by detach() or torch.no_grad().
     """
-    for name, given in [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]:
+    tensors = [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]
+    for name, given in tensors:
         if given.layout is not torch.strided:
             why = f"{name} is a tensor of {given.layout}, but only torch.strided is supported"
             raise ProgramError(f"{type(module).__name__}: {why}; pass its to_dense()")
+    if training and torch.is_inference_mode_enabled():
+        why = "torch.inference_mode() is on, which computes no gradients"
+        raise ProgramError(f"{type(module).__name__}: {why}; compile with training=True outside of it")
+    differentiated = [one for one in tensors if training or (one[1].requires_grad and not torch.is_inference_mode_enabled())]
+    if why := inference_tensor(differentiated):
+        raise ProgramError(f"{type(module).__name__}: {why}")
     repeats, fixed, assigned = Repeats(module), [], dict[str, Location]()
     try:
         with (

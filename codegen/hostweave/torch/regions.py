@@ -149,10 +149,12 @@ class ModelInRegions(Delegating):
     `explain` lists the compiled parts and the parts that run eagerly.
     """
 
+    backend: Backend
+
     def __init__(self, module: nn.Module, mesh: Mesh, layouts: Layouts, **settings: Any):
         super().__init__(module)
-        self.backend = Backend(module, mesh, layouts, **settings)
-        vars(self).update(_call=torch.compile(module, backend=self.backend))  # not registered as a submodule
+        backend = Backend(module, mesh, layouts, **settings)
+        vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # neither a submodule nor set in `module`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module: its regions as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan

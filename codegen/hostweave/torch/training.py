@@ -22,6 +22,7 @@ from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.held import placed_like, tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
+from hostweave.torch.transforms import expect_eager, inference_tensor
 from hostweave.torch.updates import local
 
 Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the program's name
@@ -64,8 +65,12 @@ class Differentiated(CompiledModule):
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
         """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph."""
+        expect_eager(self._name, self._held_tensors.tensors)
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
+        expect_eager(self._name, [*arrays.values()])
+        if torch.is_grad_enabled() and (found := inference_tensor(arrays.items())):
+            raise ArgumentError(f"{self._name}: {found}")
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
         return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
@@ -135,7 +140,7 @@ class TrainingModule(Differentiated):
         parameter if each rank has the whole parameter."""
         made: list[Any] = list(found)
         if self._sharded:
-            whole = self._gathers(*(found[number] for number in self._sharded), group=group)
+            whole = self._gather_program()(*(found[number] for number in self._sharded), group=group)
             for number, gathered in zip(self._sharded, whole if isinstance(whole, tuple) else (whole,), strict=True):
                 made[number] = gathered
         return [placed_like(parameter, gradient) for parameter, gradient in zip(self._held, made, strict=True)]
@@ -146,8 +151,7 @@ class TrainingModule(Differentiated):
         plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
         return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 
-    @property
-    def _gathers(self) -> Program:
+    def _gather_program(self) -> Program:
         """Program that gathers the gradients of parameters that each rank has whole although the plan shards them."""
         with self._lock:  # ranks may be threads
             if self._gather is None:
@@ -184,6 +188,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         model: TrainingModule = ctx.model
         name = model._name
+        expect_eager(name, tangents)
         if torch.is_grad_enabled():
             raise ArgumentError(f"{name}: second derivatives are not compiled; call backward without create_graph=True")
         try:

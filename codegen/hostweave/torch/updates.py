@@ -183,7 +183,10 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Refuses a step if the optimizer no longer has one of the parameters. `name` is the module's name for the message."""
+        """Refuses a step if the optimizer no longer has one of the parameters, or if the step would create state that later steps
+        cannot update. `name` is the module's name for the message."""
+        if torch.is_inference_mode_enabled():
+            raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
