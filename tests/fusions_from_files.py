@@ -23,7 +23,6 @@ def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType =
 
 
 def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions of examples/seeds.py and examples/single_device.py."""
     return {**fusions("seeds.py", ranks, chunks, dtype), **fusions("single_device.py", ranks, chunks, dtype)}
 
 

@@ -13,8 +13,6 @@ RANDOM = np.random.default_rng(0)
 
 
 def mlp_on(ranks: int, **options: Any) -> hw.Program:
-    """MLP with collectives and a chunk loop."""
-
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["T@x", "E"], up=hw.f32["E", "F@x"], down=hw.f32["F@x", "E"])
     def mlp(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
         hidden = hw.maximum(hw.matmul(hw.reshard(x, "T", "E").stream("T", chunks=2) if ranks > 1 else x, up), 0)

@@ -27,7 +27,6 @@ NOT_PROSE = re.compile(r"type:|noqa|clang-format|mypy:|ruff:")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text

@@ -103,7 +103,6 @@ def test_programs_of_one_build_are_of_one_version(tmp_path: Path) -> None:
 @needs_cuda
 @pytest.mark.extra("mpirun")
 def test_the_server_compiles_and_links_for_cuda(tmp_path: Path) -> None:
-    """Compiles the server with MPI."""
     export(tmp_path)
     succeeds(tmp_path, "cmake", "-S", str(PROGRAMS.parent), "-B", "build", f"-DPROGRAMS={tmp_path}", "-DSERVER_WITH_MPI=ON", *for_cuda())
     succeeds(tmp_path, "cmake", "--build", "build")

@@ -165,7 +165,6 @@ fusion @f(%x: f32[M, E], %w: f32[E, E]) mesh(x=2) {
 
 
 def run(lines: str) -> None:
-    """Runs a file mlp.py with these lines."""
     head = "import hostweave as hw\nT = {'x': hw.f32['M@x', 'E'], 'w': hw.f32['E', 'E']}\n"
     exec(compile(head + lines, "/home/me/mlp.py", "exec"), {})
 

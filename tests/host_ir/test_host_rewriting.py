@@ -25,7 +25,6 @@ PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) str
 
 
 def the(kind: type[tree.Instruction]) -> tuple[int, tree.Instruction]:
-    """First instruction of a kind, and its position."""
     return next((number, i) for number, i in enumerate(tree.walk(PROGRAM.body)) if isinstance(i, kind))
 
 

@@ -89,7 +89,6 @@ def test_matches_numpy(name: str, variant: Variant) -> None:
 
 @pytest.mark.parametrize("name", [*SEVERAL, *ONE_DEVICE])
 def test_any_size(name: str) -> None:
-    """Runs one compiled program alternately at several sizes."""
     variant = OFTEN if name in SEVERAL else ON_ONE_DEVICE[0]
     for times in (1, 4, 1):
         fusion, sizes = fusion_and_sizes(name, variant, times)

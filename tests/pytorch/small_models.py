@@ -97,7 +97,6 @@ BATCHES = {"input_ids": "dp, -", "attention_mask": "dp, -", "pixel_values": "dp,
 
 
 def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """Returns a model, arguments with labels, and a plan for `ranks` ranks."""
     torch.manual_seed(ranks)
     module, inputs = MODELS[name]()
     if name == "vit":

@@ -25,7 +25,6 @@ def peak(program: hw.Program) -> int:
 
 
 def size(parameters: list[Parameter], mesh: hw.Mesh) -> int:
-    """Bytes of the parameters on one rank."""
     return sum(prod(map(int, one.type.local_shape(mesh))) * one.type.dtype.itemsize for one in parameters)
 
 

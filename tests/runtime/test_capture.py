@@ -51,7 +51,6 @@ def test_replays_between_calls(ranks: int) -> None:
 
 
 def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
-    """Copies of the local arrays of a rank."""
     return [
         np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
         if holds(v.type, fusion.mesh, rank)

@@ -42,7 +42,6 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """Returns the parser and the help text of each command, by name."""
     (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
     return {name: (sub, helps[name]) for name, sub in action.choices.items()}

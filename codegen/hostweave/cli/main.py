@@ -307,7 +307,6 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _build_wheel(folder: Path) -> None:
-    """Builds the wheel of an exported project and prints its path."""
     dist = folder / "dist"
     with progress("building the wheel"):
         project = str(folder.resolve())  # pip would look up a name without slashes in the package index

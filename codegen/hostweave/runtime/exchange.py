@@ -277,7 +277,6 @@ class ThreadExchange(Exchange):
         return [position_functions[rank]() if rank in position_functions else text for rank, text in enumerate(published)]
 
     def answer_positions_by(self, answer: Callable[[], str | None]) -> None:
-        """Sets the function by which this rank answers requests for its position."""
         with self._table.changed:
             self._table.position_functions[self._rank] = answer
 

@@ -79,7 +79,6 @@ class ComparedSizes:
         self.is_first = True  # True until a call was made or prepared
 
     def begin(self, checked_call: CheckedCall) -> None:
-        """Counts a call that this rank begins."""
         self._last.recent_calls.append((self, checked_call))
         self._last.calls += 1
         self._group.compared_calls += 1

@@ -31,7 +31,6 @@ class LossScale:
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None
 
     def now(self) -> torch.Tensor:
-        """The current scale, on this rank."""
         scale: torch.Tensor = self._scaler.scale(torch.ones((), device=self._device))
         return scale
 

@@ -98,7 +98,6 @@ def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str
 
 
 def states_inputs(plan: Mapping[str, Any], module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """True if the plan has an entry for an argument of the module."""
     names = {*kwargs, *signature(module.forward).parameters}
     return len(without_inputs(plan, module, dict.fromkeys(names, 0))) < len(plan)
 
@@ -193,7 +192,6 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
 
 
 def parameter_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
-    """Mesh axes that shard each dim of a parameter that is a DTensor."""
     names = parameter.device_mesh.mesh_dim_names
     if not names or {*names} - {axis for axis, _ in mesh.axes}:
         raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them like the axes of {mesh}")

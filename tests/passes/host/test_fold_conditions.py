@@ -77,7 +77,6 @@ def test_fold_conditions(case: str) -> None:
 
 
 def test_a_simplified_condition_has_the_same_value() -> None:
-    """The simplified condition has the same value as the original for every index and coordinate."""
     mesh, count = Mesh(a=2, b=1), 4
     terms: list[Expr] = [Const(0), Const(1), Const(3), Var("i"), Coordinate("a"), Coordinate("b")]
     terms += [Binary(op, Var("i"), right) for op in "+-*" for right in terms[1:5]] + [Var("i") // 2, Var("i") // 5, Var("i") % 3]

@@ -469,7 +469,6 @@ join ring
 
 
 def with_planned_memory(program: HostProgram) -> HostProgram:
-    """The program after all passes that save memory."""
     for apply in PASSES[PASSES.index(multi_buffer) :]:
         program = apply(program, Options())
     return program

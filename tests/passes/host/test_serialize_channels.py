@@ -236,7 +236,6 @@ def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
 
 
 def test_no_wait_before_the_first_and_no_record_after_the_last_communication() -> None:
-    """In bodies that run once, there is no wait before the first communication, and no record after the last."""
     body = """\
   fork ring
   stream ring[0] {

@@ -130,8 +130,6 @@ _binary("rsub", lambda a, b: b - a)
 
 
 def _scaled(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Entry for `x + value * function(a, b)`."""
-
     def entry(result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
         x, a, b, value = (cast(one, result.dtype) for one in (x, a, b, value))
         return x + (function(a, b) if isinstance(value, Number) and value == 1 else value * function(a, b))

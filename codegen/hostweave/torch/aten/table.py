@@ -88,7 +88,6 @@ def refuse(why: str) -> ProgramError:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Hostweave's dtype for a dtype of torch."""
     if dtype not in DTYPES:
         raise refuse(f"{dtype} is not supported; cast to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
     return DTYPES[dtype]
