@@ -253,7 +253,7 @@ class Chooses(Lion):
 REFUSED: dict[str, tuple[Make, str]] = {
     "closure": (lambda of: torch.optim.LBFGS(of), "step of LBFGS is not recorded: TypeError: .*closure.*; omit optimizer="),
     "by values": (lambda of: Chooses(of), "the step of Chooses is not recorded: .*; omit optimizer="),
-    "several": (lambda of: 0.1, "0.1 is not a torch.optim.Optimizer; pass one that has the parameters"),
+    "several": (lambda of: 0.1, "0.1 is not a torch.optim.Optimizer; pass an optimizer of the parameters"),
 }
 
 

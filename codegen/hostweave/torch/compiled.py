@@ -359,7 +359,7 @@ class CompiledModule(Delegating):
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
             raise ArgumentError(
-                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; use the same ones"
+                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; pass the same arguments"
             )
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:

@@ -112,7 +112,7 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if torch.Tag.pointwise not in op.tags or any(one.ndim not in (0, self._ndim) for one in given):
-            raise ProgramError.here(f"associative_scan: its function calls {op}, but only pointwise ops are supported; use only these")
+            raise ProgramError.here(f"associative_scan: its function calls {op}, but only pointwise ops are supported; use no other ops")
         return op(*args, **(kwargs or {}))
 
 

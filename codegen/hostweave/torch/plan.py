@@ -69,7 +69,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         if (before := known.get(name, layout)) != layout:
             by = f'"{stated[name]}"' if name in stated else "its DTensor"
             ways = f'"{text_of(before)}" by {by} and as "{text_of(layout)}" by "{pattern}"'
-            raise ProgramError(f"plan: {' = '.join(names)} is sharded as {ways}; keep one")
+            raise ProgramError(f"plan: {' = '.join(names)} is sharded as {ways}; keep one entry")
         known.update(dict.fromkeys(names, layout))
         stated.update(dict.fromkeys(names, pattern))
 

@@ -64,7 +64,7 @@ class Updated(NamedTuple):
 def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
     """Records the optimizer's step for each parameter. `parameters` yields (input of the program, path, tensor)."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass one that has the parameters of the module")
+        raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass an optimizer of the parameters of the module")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ProgramError("optimizer: hooks on its step are not supported; remove them, or omit optimizer=")
     group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
