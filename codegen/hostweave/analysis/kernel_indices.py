@@ -90,7 +90,7 @@ class _Dims:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """The outermost dim that contains `dim`, or `last` if it contains `dim`."""
+        """Follows `whole` from `dim` to the outermost dim, but not beyond `last`."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
@@ -214,7 +214,7 @@ def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfVal
 
 
 def _update_of(kernel: Kernel) -> Op | None:
-    """The op of a kernel that writes a part of its operand in place, or None. Raises NotOneKernel if other ops or results prevent that."""
+    """The op that writes a part of its operand in place, or None. Raises NotOneKernel if other ops or results prevent such an update."""
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:
         return None

@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the result of a gather is in a window and the operand is not, each rank puts the operand to its block of each peer's result:
+If the result of a gather is in a window and the operand is not, each rank puts the operand to this rank's block of each peer's result:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
@@ -200,7 +200,7 @@ class OneSidedCollectives(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """View of a buffer whose outermost dim is the rank. `block` is the shape of a block, by default the other dims of the buffer."""
+        """Views a buffer as one block per rank. `block` is the shape of a block, by default the buffer's dims after the first."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 

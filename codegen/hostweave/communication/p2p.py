@@ -16,8 +16,7 @@ from hostweave.types.tensor import BufferType
 
 class _SendReceive(Lowering):
     def send_receive(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
-        """Emits sends of the sources and receives into the destinations, as one group, or copies if this rank owns the iteration's
-        block."""
+        """Emits one group of sends and receives. If this rank owns the iteration's block, emits copies instead."""
         b = self.b
 
         def exchange() -> None:

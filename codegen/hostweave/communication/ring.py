@@ -44,7 +44,8 @@ class _ForwardingRing(_Ring):
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
-        """Buffer for the chunk that the previous rank sends in this iteration. Raises ProgramError if its chunks are not contiguous."""
+        """Buffer for the chunk that the previous rank sends in this iteration. Raises ProgramError if chunks of the buffer are not
+        contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
         if name in values.by_step and name != self.adds:  # this buffer has contiguous chunks
@@ -133,8 +134,8 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """All-gather by puts: a rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank, except the
-    last shard."""
+    """All-gather by puts: a rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank, except those
+    of the last shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
         """None, because peers never get from this rank."""
@@ -150,7 +151,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put to the next rank of the chunk that arrived one shard earlier, or of this rank's own chunk if none has arrived."""
+        """Emits a put to the next rank. The source is the chunk that arrived one shard earlier, or this rank's own chunk if none has
+        arrived."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

@@ -1,5 +1,5 @@
-"""Requirements on the sizes of a call: slices are within their dims, reductions are not empty, quotients are integers, and chunk loops
-divide their dims evenly."""
+"""Requirements on the sizes of a call: slices are within their dims, reductions without an identity are not empty, quotients are integers,
+and chunk loops divide their dims evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
@@ -62,7 +62,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields the global sizes that must not be 0, each with the name of the reduction over this size."""
+    """Yields the global sizes that must not be 0, each with the kind of the reduction."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -116,11 +116,11 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
         if size := _first_undivided(required, sizes):
-            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: its loops need a multiple of {required[size]}")
+            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: chunk loops need a multiple of {required[size]}")
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Symbols, with their sizes, that break a requirement of divisibility. If a sum such as (M + N) breaks one, all its symbols are
+    """Symbols, with their sizes, that break a requirement of divisibility. If a sum or product breaks a requirement, all its symbols are
     included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
@@ -153,7 +153,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Numbers that must divide sizes. Empty unless the compiler chose chunk loops."""
+    """Size -> number that must divide the size. Empty unless the compiler chose chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

@@ -32,7 +32,7 @@ from hostweave.types.machine import Machine
 
 SMALL = 32  # elements; one thread computes a reduction whose innermost dim is shorter
 TILE = 32  # columns in the tile of a block: hw::kTile
-TILE_THREADS, MAX_THREADS = 512, 1024  # threads in the block of a tile: usually, and if there are few tiles
+TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and if a GPU has more multiprocessors than there are tiles
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:

@@ -385,8 +385,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Ranks must split dims evenly, except ints and dims with a symbol of `uneven`. If `uneven` is None, only zigzag dims must be split
-    evenly.
+    Ranks must split dims evenly, except dims whose size is an int or has a symbol of `uneven`. If `uneven` is None, only zigzag dims must
+    be split evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

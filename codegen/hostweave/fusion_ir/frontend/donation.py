@@ -17,8 +17,8 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     that reuse an input are resharded to its sharding.
 
     Each input needs exactly one qualifying output that no other input uses. An output qualifies if its dtype, mesh and dims are those of
-    the input, and if it is computed from the input. If `donate` gives the index of the output, the output need not be computed from the
-    input. An output with the dims in another order qualifies only if no output has the input's shape.
+    the input, if the user gave it no other sharding, and if it is computed from the input. If `donate` gives the index of the output, the
+    output need not be computed from the input. An output with the dims in another order qualifies only if no output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):

@@ -80,7 +80,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
             raise fail("has a bound or step that is not an int; to split a dim into named parts, use hw.reshape")
     if step < 1:
-        raise fail("has a negative step; use a step of at least 1")
+        raise fail(f"has {'a negative step' if step else 'step 0'}; use a step of at least 1")
     start, stop = (
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))

@@ -70,7 +70,8 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Arithmetic with a SizeName raises an error. The remedy is the text of the intended size, if possible."""
+    """Text of a symbolic size. Other text can be appended. Arithmetic raises a ProgramError with the text of the intended size, if
+    possible."""
 
     _extent: Size
 
@@ -91,7 +92,7 @@ class SizeName(str):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)
             if (size := _SIZES[sign](left, right)) is not None:
                 return f"write {str(size)!r}"
-        return "write sizes as text, such as '2*M' and 'M/2', or make it an int in the type of the input"
+        return f"write sizes as text, such as '2*M' and 'M/2', or make {self} an int in the types of the inputs"
 
     def __add__(self, other: Any) -> str:
         if isinstance(other, str) and not isinstance(other, SizeName):  # "M" + "@x"

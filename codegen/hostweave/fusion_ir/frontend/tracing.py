@@ -32,9 +32,9 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       inputs that are not named parameters.
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array has the contents of this result. The result must
-      have the input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has the input's shape,
-      one with the dims in another order is chosen. If several results match, use `donate={"m": 1}` to choose result 1, which need not be
-      computed from m.
+      have the input's dtype and dims, must be computed from the input, and gets the input's sharding. A result with the dims in another
+      order is chosen only if no result has the input's shape. If several results match, use `donate={"m": 1}` to choose result 1, which
+      need not be computed from m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor or a tuple of
     tensors.
@@ -255,7 +255,7 @@ class Function:
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
 
-    In `return hw.reshard(loss)`, the output gets the name `loss`. The operand becomes `loss_before` if no other op reads it.
+    In `return hw.reshard(loss)`, the output gets the name `loss`. The operand becomes `loss_before` if the reshard alone uses the operand.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
