@@ -44,7 +44,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     """Compiles a fusion for `target` "cpu" or "cuda". A host program is compiled unchanged.
 
     Lowers the program and verifies it after every pass. `Options.check` says if the result is also checked for races, deadlocks and wrong
-    results. The C++ is compiled at the first run, or by `Program.build`.
+    results. The C++ is compiled when first needed, or by `Program.build`.
 
     Raises ProgramError if the program is refused or has a fault. The message names the line in the user's source, if that is known.
 
@@ -261,9 +261,9 @@ class Program:
         written to the arrays of `out`, if given. Arrays of `out` must not overlap each other or the inputs. `group` is by default the group
         of this process or thread.
 
-        If ranks are processes, each rank assumes that sharded dims are split evenly. Otherwise, `sizes` gives the global sizes of the
-        unevenly split dims by name, and sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input, the
-        rank passes None for it. If a rank is not in the mesh of an output, the rank gets None.
+        If ranks are processes, each rank assumes that sharded dims are split evenly. For other dims, `sizes` gives the global sizes by
+        name. `sizes` also gives the sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input, the rank
+        passes None for it. If a rank is not in the mesh of an output, the rank gets None.
 
         On CUDA the call is enqueued on `stream`: a cudaStream_t as an int, or a stream of PyTorch, CuPy or another library. The default is
         the current stream of the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns

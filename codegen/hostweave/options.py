@@ -46,8 +46,8 @@ class Options:
         chooses peer. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         Kernels compute small all-reduces of their operands through peer memory.
 
-      With peer or one_sided, a chunk loop supports only a tensor on all ranks, and the algorithms put, ring, and collectives of a slice of
-      every shard.
+      With peer or one_sided, the shards of a chunk loop must be equal in size, and on all ranks. The algorithm must be put, ring, or a
+      collective of a slice of every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.

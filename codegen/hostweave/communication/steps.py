@@ -130,7 +130,7 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The iteration of a ring that uses the block that arrives in this iteration."""
+        """The iteration in which a ring uses the block that arrives in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:

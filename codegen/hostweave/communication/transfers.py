@@ -193,7 +193,8 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """View of `whole` whose first dims are the index of a block, and whose other dims are a block. `whole` itself if there is one block."""
+    """Views `whole` as blocks: the first dims are the index of a block, and the other dims the block. `whole` itself if there is one
+    block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []

@@ -32,7 +32,7 @@ class ReshardStep:
     - In a permute_shards, rank i of a process group gets the shard of rank `sources[i]`.
     - A reduce leaves the result on rank `root` of each process group.
     - A transfer moves a tensor that is not partial to another mesh, by the routes of `blocks`.
-    - The last three kinds have a `target`, the result type, because their attributes do not determine it.
+    - A permute_shards, reduce or transfer has a `target`, the result type, because the other attributes do not determine this type.
     """
 
     kind: str

@@ -263,7 +263,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges consecutive instructions with equal `of`, unless None, by joining their bodies. By default, merges `on` bodies of one mesh."""
+    """Merges consecutive instructions for which `of` returns the same value, except None. By default, merges `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):

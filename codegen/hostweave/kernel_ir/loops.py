@@ -194,7 +194,7 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Rewrites a multiple of the outermost size by OUTERMOST. Returns other sizes unchanged."""
+        """Writes a multiple of the outermost size as a multiple of OUTERMOST. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 

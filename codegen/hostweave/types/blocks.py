@@ -142,7 +142,7 @@ class SharedDim:
     target_shards: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
-        """True if blocks may differ in size. `uneven` contains the symbols whose sizes may not be divisible by the number of ranks."""
+        """True if blocks may differ in size. `uneven` contains the symbols whose sizes need not be multiples of the number of ranks."""
         return self.is_crossed or (self.source_shards != self.target_shards and self.size.is_uneven(self.ranks, uneven))
 
     @property

@@ -385,8 +385,7 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Ranks must split dims evenly, except dims whose size is an int or has a symbol of `uneven`. If `uneven` is None, only zigzag dims must
-    be split evenly.
+    Zigzag dims must be split evenly. Other dims must be, unless `uneven` is None, the size is an int, or the size has a symbol of `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

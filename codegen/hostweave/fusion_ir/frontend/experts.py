@@ -105,8 +105,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
     of each index.
 
-    `total` is the size of the dim in the result, and is required if `repeats` is a tensor. If the sum of `repeats` is less than `total`,
-    the last index is repeated more often. Repetitions beyond `total` are cut off.
+    If `repeats` is a tensor, `total` is required: the size of the dim in the result. If `repeats` is an int, `total` is ignored. If the sum
+    of `repeats` is less than `total`, the last index is repeated more often. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 

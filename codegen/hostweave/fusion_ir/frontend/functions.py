@@ -29,8 +29,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. Matmuls of ints run in a generated kernel, because cuBLASLt does not support them, and are much slower than matmuls of
-    floats.
+    wrap around. cuBLASLt does not support ints, so a generated kernel computes a matmul of ints. This kernel is much slower than a matmul
+    of floats.
 
     If dim K is sharded, the result is a partial sum. The compiler inserts an all-reduce, or a reduce-scatter if a `reshard` follows.
 
@@ -288,7 +288,7 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of merged
     or split dims. Other sharded dims are gathered, unless some sharding of the result needs no communication.
 
-    Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
+    Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
@@ -430,7 +430,7 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
 
     `mesh` moves the tensor to another mesh. The dims then name axes of that mesh.
 
-    Raises ProgramError if the dims are not those of x, or if the mesh lacks one of the axes.
+    Raises ProgramError for dims that are not those of x, and for a sharding that the mesh does not allow.
 
     Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """

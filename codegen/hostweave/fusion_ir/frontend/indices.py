@@ -75,7 +75,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but dims of x other than `axis` may be longer than those of `indices`, as in torch. The excess is not read.
-    Symbolic sizes of these dims must be equal.
+    If the size of such a dim of `indices` is symbolic, x must have the same size.
 
     Raises ProgramError for other shapes.
 
@@ -370,7 +370,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
     The parts are views.
 
-    Raises ProgramError if the dim's size is symbolic, or if the lengths do not add up to the size.
+    Raises ProgramError if the dim's size is symbolic, if a length is below 1, or if the lengths do not add up to the size.
 
     Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
     """

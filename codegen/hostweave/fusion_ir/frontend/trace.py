@@ -320,7 +320,7 @@ class _Trace:
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
         """Names tensors after variables of the frames, by default of all recorded frames. Frames of returned functions still have their
-        variables. A tensor from before a frame keeps its name, because it is an argument."""
+        variables. Tensors from before a frame are arguments, and keep their names."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]

@@ -69,7 +69,7 @@ def kernel(
 
     Returns a tensor, or a tuple for several outputs.
 
-    Raises ProgramError if the source cannot be read, has no such function, or if an argument does not fit.
+    Raises ProgramError if the source cannot be read or has no such function, or if an argument is invalid.
 
     Example:
 

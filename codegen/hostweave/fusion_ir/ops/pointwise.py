@@ -96,7 +96,7 @@ def _binary(
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
     given = _EXAMPLES.get(kinds, "f32")
     doc = (
-        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of the same dtype. A Python number gets the dtype of the tensor.\n"
+        f"{doc}\n\n{also}a and b have the same dtype{f' ({_WORDS[kinds]})' if kinds else ''}. A Python number gets the dtype of the tensor.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError if the dtypes or shapes do not fit.\n\n"
         f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
     )
@@ -268,7 +268,8 @@ bitwise_left_shift = _binary(
 )
 bitwise_right_shift = _binary(
     "bitwise_right_shift",
-    "The bits of a, shifted right by b, filled with the sign. If b is negative or not less than the number of bits, all bits are the sign.",
+    "The bits of a, shifted right by b. The new bits equal the sign bit, or 0 for unsigned ints. If b is negative or not less than the\n"
+    "number of bits, all bits are new.",
     "hw::right_shift({0}, {1})",
     kinds=INTS,
     written="a >> b",

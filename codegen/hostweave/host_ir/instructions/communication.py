@@ -17,8 +17,8 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. Sends the buffers that it reads, and receives the buffers that it writes,
-    except that LaunchExchange sends only its first src."""
+    """Moves data or signals between the ranks of a channel's process group. Except for a LaunchExchange and one-sided instructions, sends
+    the buffers that it reads, and receives the buffers that it writes."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
