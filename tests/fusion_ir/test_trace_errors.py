@@ -60,7 +60,7 @@ ERRORS = {
         {},
         "4: a loop: bf16[M, K] has no first dim of known size; use functions of whole tensors, such as hw.sum",
     ),
-    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; use x.shape[0], its name"),
+    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; use x.shape[0], the name of the size"),
     "change": ("x[0] = 1", {}, "4: tensors are immutable; create a new one by hw.where or hw.concat"),
     "NumPy": (
         "import numpy; return numpy.exp(x)",
@@ -117,6 +117,7 @@ ERRORS = {
         "4: indexing: -2:3 of dim 0 of bf16[M, K] is empty; take at least one element",
     ),
     "slice backwards": ("return x[::-1]", {}, "4: indexing: ::-1 of dim 0 of bf16[M, K] has a negative step; use a step of at least 1"),
+    "slice by step 0": ("return x[::0]", {}, "4: indexing: ::0 of dim 0 of bf16[M, K] has step 0; use a step of at least 1"),
     "slice by a name": (
         "return x[:'K']",
         {},

@@ -58,7 +58,7 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements that the matmul for the rest of it reads or updates
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements that the matmul for the rest of the dim reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(i, step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

@@ -74,7 +74,7 @@ class Lowering:
     """Emits the communication of one loop. `self.steps` describes the loop, without an owner. Arguments `steps` describe an iteration, in a
     loop by shard with an owner."""
 
-    needs_count: ClassVar[bool] = False  # the number of iterations must be known, and the reduction must be a sum, if there is one
+    needs_count: ClassVar[bool] = False  # the number of iterations must be known, and a reduction must be a sum
     # emits the matmul of `adds`; with the argument True, the matmul adds to the contents of the buffer
     multiply: Callable[[bool], None] | None = None
 
@@ -94,7 +94,8 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. Different ranks get different owners, so that each addresses another peer."""
+        """Owner of an iteration's block in a loop by shard. Different ranks get different owners, so that each rank addresses another
+        peer."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

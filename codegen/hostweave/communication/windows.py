@@ -32,8 +32,8 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields the views to the part
-    `name` that this rank needs."""
+    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields views: the last view,
+    `name`, is the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}

@@ -32,7 +32,8 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an elementwise op with C++ for one element whose result is neither sharded, partial, in a chunk loop nor on another mesh."""
+    """True for an elementwise op that has C++ for one element. The result must not be sharded, partial, in a chunk loop or on another
+    mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)

@@ -36,8 +36,8 @@ class Run:
     calls: tuple[Op, ...]
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
     carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
-    each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i - 1
+    each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type
     backward: bool = False
 
@@ -129,8 +129,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """Possible roles of each operand of two consecutive calls: if one of the two values is in a group or stack, and if not. Then the
-        two values, if they differ. `in turn` means that each call reads another tensor of a group or stack."""
+        """For each operand of two consecutive calls: the possible roles if one of the two values is in a group or stack, the possible roles
+        otherwise, and the two values if they differ. `in turn` means that each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -184,7 +184,8 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group of which a lagged column has the tensors before the last one, or ()."""
+        """The stack or group from which a lagged column reads, or (). After its first value, the column has all tensors of the stack or
+        group except the last one."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

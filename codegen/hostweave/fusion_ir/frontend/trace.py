@@ -165,7 +165,7 @@ class Tensor:
 
     def __len__(self) -> int:
         """Size of the first dim, which must be an int."""
-        return self._first_extent("len", "use x.shape[0], its name")
+        return self._first_extent("len", "use x.shape[0], the name of the size")
 
     def _first_extent(self, what: str, remedy: str) -> int:
         if not self.ndim or not self.type.shape[0].is_int:

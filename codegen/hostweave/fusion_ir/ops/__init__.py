@@ -47,8 +47,8 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if the dtype can represent a Python number. A bool needs dtype bool, and a float a float dtype. An int needs a float dtype, or
-    an int dtype with enough bits."""
+    """True if the dtype can represent a Python number. A bool needs dtype bool, and a float a float dtype. An int needs an int dtype with
+    enough bits, or a float dtype and a magnitude below 2^1023."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":

@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
 An op that reads or writes at indices has an operand `rows` for each indexed dim: the global indices that the rank holds. The dim may be
-sharded: at other indices, `take` reads zeros, and other ops write nothing.
+sharded: at indices of other ranks, `take` reads zeros, and other ops write nothing.
 """
 
 from dataclasses import replace

@@ -94,9 +94,9 @@ def _binary(
         return record(kind, a, b)
 
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
-    given = _EXAMPLES.get(kinds, "f32")
+    given, kinds_text = _EXAMPLES.get(kinds, "f32"), f" ({_WORDS[kinds]})" if kinds else ""
     doc = (
-        f"{doc}\n\n{also}a and b have the same dtype{f' ({_WORDS[kinds]})' if kinds else ''}. A Python number gets the dtype of the tensor.\n"
+        f"{doc}\n\n{also}a and b have the same dtype{kinds_text}. A Python number gets the dtype of the tensor.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError if the dtypes or shapes do not fit.\n\n"
         f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
     )

@@ -215,7 +215,7 @@ class AttentionBackward(_Masked):
 
 @dataclass(frozen=True)
 class Launch(Compute):
-    """Launches a generated kernel, or a user kernel, whose buffers must be contiguous."""
+    """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous."""
 
     kernel: Launched
     srcs: Reads
