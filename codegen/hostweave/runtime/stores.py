@@ -184,8 +184,8 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
-        """Waits for a value, or until the client disconnects. A waiting client sends nothing, so any input means that it has
-        disconnected."""
+        """Waits up to `timeout` seconds for a value. Raises ConnectionError if the client disconnects: a waiting client sends nothing, so
+        any input is a disconnect."""
         if key not in self._values and timeout > 0:
             waiter, end = self.loop.create_future(), self.loop.create_task(client.read(1))
             waiters = self.waiting.setdefault(key, set())

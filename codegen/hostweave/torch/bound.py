@@ -126,7 +126,7 @@ class ProgramPart:
         return block_of(held, rank, self.graph.input_types[name], self.graph.mesh)  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """Names of tensors that each rank has as a whole, but whose blocks are not contiguous."""
+        """Names of contiguous tensors that each rank has as a whole, but whose blocks are not contiguous."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()

@@ -190,7 +190,7 @@ class CompiledModule(Delegating):
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Maps the names of program inputs to the arguments of a call."""
+        """Checks a call, and maps the names of program inputs to the arguments."""
         expect_eager(self._name, self._held_tensors.tensors)
         self._expect_no_gradients(self._held_tensors.tensors)
         self._expect_unchanged()
@@ -222,7 +222,8 @@ class CompiledModule(Delegating):
         return type(self._module).__name__
 
     def takes(self, **kwargs: Any) -> bool:
-        """True if the module was compiled for these arguments. Sizes and dtypes of tensors must match, and other values must be equal."""
+        """True if the module was compiled for these arguments. Dtypes of tensors must match, and sizes of tensors that are not written.
+        Other values must be equal."""
         try:
             given = self._passed((), kwargs)
         except ArgumentError:

@@ -207,9 +207,8 @@ def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: 
 def _replacements(module: nn.Module) -> Iterator[Replacement]:
     """Yields the functions that are replaced while a module is traced.
 
-    - Functions that programs do not support, such as torch.manual_seed, raise ProgramError.
-    - Modules of transformers use scans and triangular solvers, instead of the loops over elements that they use during export. A scan
-      replaces the loop of RWKV over tokens.
+    - Functions that programs do not support raise ProgramError, or call supported functions.
+    - Modules of transformers use scans, triangular solvers and scaled matmuls, instead of loops over elements and Triton kernels.
     - Torch logs no errors, and does not print the graph of a module that fails.
     - Torch looks up composite ops once, instead of once for each namespace in each export.
     """

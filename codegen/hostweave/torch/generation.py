@@ -25,8 +25,8 @@ _patching = threading.Lock()  # ranks may be threads
 
 
 def _defer_stops() -> None:
-    """Makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all sequences ended,
-    transformers undoes the last step. Without this patch, transformers defers the check only on MPS."""
+    """On CUDA, makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all sequences
+    ended, transformers undoes the last step. Without this patch, transformers defers the check only on MPS."""
     from transformers.generation import utils
 
     check: Any = getattr(utils, "DeferredStopCheck", None)  # None for older versions, which wait for each token
@@ -182,8 +182,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Runs a call of one rank of a group. Captures the first call for a token after prompts, unless all ranks can launch their previous
-        graph."""
+        """Runs a call of one rank of a group. Calls for a token launch a graph, if the program checks no values. The first such call after
+        prompts captures the graph, unless all ranks can launch their previous graph."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -205,8 +205,8 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes, and replaces them by blocks of this
-        rank."""
+        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes, and in a group replaces them by blocks
+        of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -269,7 +269,7 @@ def _is_token(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
-    """Values that determine the sizes of a cache: the number of sequences, and the shapes of arguments other than tokens."""
+    """Values that determine the sizes of a cache: the number of sequences, and the shapes of arguments other than tokens and masks."""
     tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
     return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
 

@@ -124,7 +124,7 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns, in order: new values of written tensors, other results of the module, and checked conditions. A
-        result of the module may be None. A result in `shared` is a view, and is replaced by its tensor."""
+        result of the module may be None. A result in `shared` is replaced by the tensor whose memory the result shares."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]

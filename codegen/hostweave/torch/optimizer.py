@@ -565,7 +565,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Returns a slightly changed option. Returns `of_zero` if the option is 0, and None if the option is not a float."""
+    """Returns an option with slightly changed numbers. Returns `of_zero` for 0, and None for an option without floats."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None
