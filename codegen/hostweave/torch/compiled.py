@@ -195,7 +195,7 @@ class CompiledModule(Delegating):
         self._expect_no_gradients(self._held_tensors.tensors)
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
-        expect_eager(self._name, [*arrays.values()])
+        expect_eager(self._name, arguments=[*arrays.values()])
         self._expect_no_gradients(arrays.values())
         return arrays
 

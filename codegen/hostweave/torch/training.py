@@ -68,7 +68,7 @@ class Differentiated(CompiledModule):
         expect_eager(self._name, self._held_tensors.tensors)
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
-        expect_eager(self._name, [*arrays.values()])
+        expect_eager(self._name, arguments=[*arrays.values()])
         if torch.is_grad_enabled() and (found := inference_tensor(arrays.items())):
             raise ArgumentError(f"{self._name}: {found}")
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
@@ -188,7 +188,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         model: TrainingModule = ctx.model
         name = model._name
-        expect_eager(name, tangents)
+        expect_eager(name, arguments=tangents)
         if torch.is_grad_enabled():
             raise ArgumentError(f"{name}: second derivatives are not compiled; call backward without create_graph=True")
         try:
