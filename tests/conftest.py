@@ -172,7 +172,7 @@ def imports_or_skips(module: Path) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests in an environment with the
-    extras, and all other tests in one without extras. GPU tests take turns with those that must be alone."""
+    extras, and all other tests in an environment without extras. GPU tests take turns with tests that must run alone."""
     with pytest.MonkeyPatch.context() as patch, with_others() if item.get_closest_marker("gpu") else nullcontext():
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))

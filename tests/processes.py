@@ -24,7 +24,7 @@ SECONDS = 60  # time limit for ranks to detect that another rank has died, and t
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment variables without those that a launcher sets."""
+    """Environment variables, except variables that a launcher sets."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}

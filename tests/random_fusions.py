@@ -30,10 +30,10 @@ MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
 
 
-NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # results with these are exact
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # results with these numbers are exact
 
 
-# Algorithms for the gather of a loop's operand, for a reduction to a sharded result, and for one to a replicated result.
+# Algorithms for the gather of a loop's operand, for a reduction to a sharded result, and for a reduction to a replicated result.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 
 

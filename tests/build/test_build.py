@@ -452,7 +452,7 @@ def test_an_error_in_a_kernel_names_its_line(tmp_path: Path) -> None:
 
 @needs_cuda
 def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for fusion in (product, doubled):  # a program without a kernel, and one with a kernel
+    for fusion in (product, doubled):  # a program without a kernel, and a program with a kernel
         program = hw.compile(fusion, target="cuda")
         program.build()
         assert program.module.mesh == "mesh(x=2)"

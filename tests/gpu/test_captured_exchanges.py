@@ -82,7 +82,7 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
     for seed in range(REPLAYS):
         arrays.fill(seed)
         arrays.expect(step())
-        step()  # a launch directly before another one
+        step()  # a launch directly before another launch
         arrays.expect(step())
         if seed % 2:
             other = larger if seed == 1 else arrays

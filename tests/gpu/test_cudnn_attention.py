@@ -38,8 +38,8 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """Attention with one projection that contains 8 heads of queries, one of keys and one of values. The stride along the one key head is
-    arbitrary."""
+    """Attention with one projection that contains 8 heads of queries, one head of keys and one head of values. The stride along the single
+    key head is arbitrary."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -278,7 +278,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> None:
     """Each call gives one output of the program, in the memory of a donated input. Some results are in the memory of inputs. The program
-    has one output before these outputs, and one after them. One of the results has a second consumer."""
+    has one output before and one output after these outputs. One of the results has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:

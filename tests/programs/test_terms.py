@@ -30,8 +30,8 @@ WIDTH = 4096  # elements of a row; an all-reduce of a few such rows is small eno
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """Program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. One is before a matmul, and one
-    before a sum over the rows."""
+    """Program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. The third precedes a matmul, and
+    the fourth a sum over the rows."""
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

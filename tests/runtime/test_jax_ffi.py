@@ -175,7 +175,7 @@ def test_errors_of_a_call_have_their_message() -> None:
 
 
 def test_each_launch_of_a_captured_call_gives_an_array() -> None:
-    """JAX arrays are immutable, so every launch returns a new one."""
+    """JAX arrays are immutable, so every launch returns a new array."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["N"], y=hw.f32["N"])
     def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:

@@ -113,7 +113,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> CheckedCall:
-        """Checks each array of a call, and that no written array overlaps another one."""
+        """Checks each array of a call, and that no written array overlaps another array."""
         name = self._host.name
         expect_count(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]

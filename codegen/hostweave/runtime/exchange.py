@@ -219,7 +219,7 @@ class ThreadExchange(Exchange):
                     raise Failed(table.failure)
                 if table.timed_out_ranks:
                     raise PeerLost(table.timed_out_ranks)
-                if len(table.records) == self._count:  # this rank is the last one
+                if len(table.records) == self._count:  # this rank is the last to arrive
                     table.result = [one for _, one in sorted(table.records.items())]
                     table.records, table.number = {}, number + 1
                     table.changed.notify_all()

@@ -68,7 +68,7 @@ def init(
     """Makes this process a rank of a group, in which programs can be called. With `hw.Threads`, the current thread becomes the rank.
 
     All ranks must call `init`, which returns when all ranks have joined. If the process or thread is already in the group, that group is
-    returned. A group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks exchange
+    returned. A group that has failed is replaced by a new group. `provider` gives the rank, and the store through which the ranks exchange
     messages. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the only
     rank.
 

@@ -1,7 +1,7 @@
 """Prevents programs from running while the interpreter exits, or in a forked child of a process that ran programs.
 
 When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Before that,
-this module stops all running calls and refuses new ones.
+this module stops all running calls and refuses new calls.
 """
 
 import os
@@ -15,7 +15,7 @@ from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 
 _GRACE_SECONDS = 0.2  # seconds that calls get to end by themselves
 _INTERRUPT_TIMEOUT = 15.0  # seconds that calls get to stop after an interrupt
-_BACKGROUND_TIMEOUT = 2.0  # seconds that background threads get to end, for example those that destroy communicators
+_BACKGROUND_TIMEOUT = 2.0  # seconds that background threads get to end, for example threads that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
 _used = False  # True if this process, or its parent before the fork, has used threads or devices

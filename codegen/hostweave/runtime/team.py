@@ -93,7 +93,7 @@ class Team:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def run(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], poison: bool) -> None:
-        """Makes calls back to back, and waits for the last one. An interrupt stops the ranks."""
+        """Makes calls back to back, and waits for the last call. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._call(programs, calls, lambda staged, native_schedule: staged.run(native_schedule, poison))

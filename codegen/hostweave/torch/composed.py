@@ -370,8 +370,8 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Returns the mantissa, from 0.5 to below 1, and the exponent. The exponent from log2 may be wrong by one. The mantissa is then out of
-    range, and the exponent and the mantissa are corrected."""
+    """Returns the mantissa, from 0.5 to below 1, and the exponent. The exponent from log2 may be too large or too small by 1. The mantissa
+    is then out of range, and the exponent and the mantissa are corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may overflow, so x is multiplied in two steps

@@ -1,5 +1,5 @@
-"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, one for the first pieces of the rows and one for the
-second pieces."""
+"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, for the first pieces and for the second pieces of the
+rows."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_sizes_select_the_steps() -> None:
 
 
 def test_costs() -> None:
-    """The steps that the pass chooses for a reshard move no more bytes than any other one or two steps."""
+    """The steps that the pass chooses for a reshard move no more bytes than any other step or two steps."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}

@@ -1,4 +1,4 @@
-"""The pass split_unaligned: sizes that are no multiples of 16 bytes give an aligned matmul and a small one, with the same results."""
+"""The pass split_unaligned: sizes that are no multiples of 16 bytes give an aligned matmul and a small matmul, with the same results."""
 
 from __future__ import annotations
 
