@@ -2,6 +2,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/index.h"
+#include "hostweave/types.h"
 #include "kernels.h"
 
 namespace programs::gradients {
@@ -10,7 +11,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       comm_(rank, "comm", 1),
-      plan_dw_partial_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_dw_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_dx_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_db_partial));
 }
@@ -31,12 +32,10 @@ OutputShapes Program::prepare(const Inputs& in) {
   const auto [T, K, N, T_x] = sizes;
   if (prepared_ != sizes) {
     prepared_.reset();  // stays empty if an error follows
-    plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
+    plan_dw_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
     plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);
-    memory.allocate(dw_partial_, K * N);
-    memory.allocate(db_partial_, N);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -59,18 +58,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:66  dw = hw.matmul(x.T, dy).named("dw")
-  HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
+  HW_CHECK(plan_dw_.multiply(x, dy, dw, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
-    HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(dw, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   // fusions_beyond_examples.py:67  db = hw.sum(dy, axis=0).named("db")
-  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, dy, db_partial_, N, T_x));
+  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, dy, db, N, T_x));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
-    HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(db, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   // fusions_beyond_examples.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db ...
   HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));

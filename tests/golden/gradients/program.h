@@ -11,7 +11,6 @@
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
-#include "hostweave/types.h"
 
 namespace programs::gradients {
 
@@ -66,13 +65,11 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams comm_;              // comm[1]
-  hw::MatmulPlan plan_dw_partial_;
+  hw::MatmulPlan plan_dw_;
   hw::MatmulPlan plan_dx_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;       // cuBLASLt workspace of the caller's stream
-  hw::bf16* dw_partial_ = nullptr;  // bf16[K, N]
-  hw::bf16* db_partial_ = nullptr;  // bf16[N]
-  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
+  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::gradients

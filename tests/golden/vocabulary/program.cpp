@@ -2,6 +2,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/index.h"
+#include "hostweave/types.h"
 #include "kernels.h"
 
 namespace programs::vocabulary {
@@ -28,15 +29,8 @@ Sizes Program::check(const Inputs& in) const {
 }
 
 OutputShapes Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = sizes;
-  if (prepared_ != sizes) {
-    prepared_.reset();  // stays empty if an error follows
-    hw::MemoryPlan memory;
-    memory.allocate(table_taken_partial_, D * T);
-    arena_.reserve(memory);
-    prepared_ = sizes;
-  }
+  prepared_ = check(in);
+  const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = *prepared_;
   return {.table_taken = {T, D}, .where_is_past = {T_tp, S}};
 }
 
@@ -54,12 +48,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // test_golden.py:49  return hw.embedding(ids, table), hw.where(is_past, scores, float("-inf"))
-  HW_CHECK(hw::launch_pdl(fused_table_taken_partial, hw::grid_of_elements<8>(D * T), caller, ids, table, table_taken_partial_, V,
-                          D, T, V_tp, V_first_tp));
+  HW_CHECK(hw::launch_pdl(fused_table_taken_partial, hw::grid_of_elements<8>(D * T), caller, ids, table, table_taken, V, D, T,
+                          V_tp, V_first_tp));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
-    HW_CHECK(ncclAllReduce(table_taken_partial_, table_taken, D * T, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
+    HW_CHECK(ncclAllReduce(table_taken, table_taken, D * T, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
   }
   // test_golden.py:48  is_past = hw.iota(scores, 0)[:, None] >= hw.iota(scores, 1)[None, :]
   // test_golden.py:49  return hw.embedding(ids, table), hw.where(is_past, scores, float("-inf"))

@@ -10,7 +10,6 @@
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
-#include "hostweave/types.h"
 
 namespace programs::vocabulary {
 
@@ -68,8 +67,7 @@ class Program {
   const hw::Channel& channel_tp_;  // 4 ranks along tp
   hw::Streams comm_;               // comm[1]
   hw::Arena arena_;
-  hw::bf16* table_taken_partial_ = nullptr;  // bf16[T, D]
-  std::optional<Sizes> prepared_;            // sizes of the last call of `prepare`
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::vocabulary

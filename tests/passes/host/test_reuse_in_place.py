@@ -76,3 +76,20 @@ def test_a_counter_is_counted_after_its_last_use() -> None:
     x = np.random.default_rng(0).random((5, 8)).astype(np.float32)
     for made, wanted in zip(program.run(n=np.asarray(3), x=x), (4, x * 3), strict=True):
         np.testing.assert_array_equal(made, wanted)
+
+
+def test_an_asynchronous_all_reduce_is_in_the_memory_of_its_result() -> None:
+    """The gradient of a weight is computed into the result, and reduced there on another stream while dx is computed."""
+    mesh = hw.Mesh(x=2)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["T@x", "K"], dy=hw.f32["T@x", "N"], w=hw.f32["K", "N"])
+    def gradients(x: Any, dy: Any, w: Any) -> Any:
+        return hw.matmul(x.T, dy), hw.matmul(dy, w.T)
+
+    program = hw.compile(gradients)
+    assert "fork comm" in program.host.code
+    assert "allocate" not in program.host.code
+    x, dy, w = (np.random.default_rng(2).random(shape).astype(np.float32) for shape in ((8, 5), (8, 3), (5, 3)))
+    dw, dx = program.run(x=x, dy=dy, w=w)
+    np.testing.assert_allclose(dw, x.T @ dy, rtol=1e-5)
+    np.testing.assert_allclose(dx, dy @ w.T, rtol=1e-5)

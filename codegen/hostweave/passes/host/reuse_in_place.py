@@ -93,7 +93,8 @@ class _Sharing:
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
         there = uses.allocates[old]
-        if there.body is not place.body or uses.types[dst].strides is not None or old == new:
+        block = place.around[-1] if place.around and place.around[-1].on_stream else place
+        if not (there.body is place.body or there.body is block.body) or uses.types[dst].strides is not None or old == new:
             return False
         if not self._is_last(place, old) or not self._is_first(place, new) or not self._is_alone_in_loops(place, new):
             return False
