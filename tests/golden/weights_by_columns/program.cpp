@@ -76,8 +76,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));
     }
-    // test_golden.py:36  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
     HW_CHECK(cudaEventRecord(all_up_ready_[0], stream));
+    // test_golden.py:36  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
