@@ -328,13 +328,13 @@ class Emitter:
             return self.lay_out(i)
         if rows := copied(src, dst):
             return lay_out("copy_rows", e=self, i=i, rows=rows)
-        return self.launch_of(copy_kernel(f"copy_{i.dst}", dst), (i.src,), (i.dst,))
+        return self.launch_of(copy_kernel(f"copy_{self.buffers[i.dst].root}", dst), (i.src,), (i.dst,))
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
         if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0, unlike for -0.0
             return self.lay_out(i)
-        return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
+        return self.launch_of(fill_kernel(f"fill_{self.buffers[i.dst].root}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 

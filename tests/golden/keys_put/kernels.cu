@@ -38,7 +38,7 @@ __global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* 
 }
 
 // %dst: f32[2, S/4] = fill(value=-inf)
-__global__ void fill_y_lse_i_own(float* dst, int64_t S) {
+__global__ void fill_y_lse(float* dst, int64_t S) {
   HW_TOUCHES(hw::writes(dst, S / 2));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {

@@ -15,7 +15,7 @@ Program::Program(hw::Rank& rank)
       plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(concat_y_packed));
-  HW_CHECK(hw::load(fill_y_lse_i_own));
+  HW_CHECK(hw::load(fill_y_lse));
   HW_CHECK(hw::load(fused_y_maximum_y_sum));
   HW_CHECK(hw::load(subtract_exp_y_exp_2));
   HW_CHECK(hw::load(fused_y));
@@ -101,7 +101,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_y_blocks_1_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
+      HW_CHECK(hw::launch_pdl(fill_y_lse, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
     }
   }
   {

@@ -39,7 +39,7 @@ __global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16
 }
 
 // %dst: f32[4, S/2] = fill(value=-inf)
-__global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
+__global__ void fill_y_attention_lse(float* dst, int64_t S) {
   HW_TOUCHES(hw::writes(dst, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {

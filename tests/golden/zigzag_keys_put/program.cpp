@@ -16,7 +16,7 @@ Program::Program(hw::Rank& rank)
       plan_y_attention_blocks_2_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(concat_y_attention_packed));
-  HW_CHECK(hw::load(fill_y_attention_lse_i_own));
+  HW_CHECK(hw::load(fill_y_attention_lse));
   HW_CHECK(hw::load(fused_y_attention_maximum_y_attention_sum));
   HW_CHECK(hw::load(subtract_exp_y_attention_exp_2));
   HW_CHECK(hw::load(fused_y_attention));
@@ -109,7 +109,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                                                  {.lse = y_attention_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_attention_lse_i_own, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
+      HW_CHECK(hw::launch_pdl(fill_y_attention_lse, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
       const auto* q_half = q + 16 * S;
       auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
       auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
