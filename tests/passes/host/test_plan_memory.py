@@ -156,7 +156,7 @@ if M % 2 == 0 {
 fork ring
 stream ring[0] {
   copy %x -> %a
-  launch @add %a, %x -> %y
+  launch @add %a, %a -> %y
 }
 join ring
 fork ring
@@ -171,7 +171,7 @@ join ring
 fork ring
 stream ring[0] {
   copy %x -> %a
-  launch @add %a, %x -> %y
+  launch @add %a, %a -> %y
 }
 join ring
 deallocate %a
@@ -237,7 +237,7 @@ join comm
 matmul %x, %w -> %a
 fork comm
 stream comm[0] {
-  all_reduce sum %a -> %z on x
+  collective_permute %a -> %z from [1, 0] on x
 }
 %b = allocate f32[M, M]
 matmul %x, %w -> %b
@@ -249,7 +249,7 @@ join comm
 matmul %x, %w -> %a
 fork comm
 stream comm[0] {
-  all_reduce sum %a -> %z on x
+  collective_permute %a -> %z from [1, 0] on x
 }
 %b = allocate f32[M, M]
 matmul %x, %w -> %b
