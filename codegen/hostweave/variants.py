@@ -59,7 +59,6 @@ class Variants(Generic[R]):
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> R:
-        """The program without the transports that `machine` lacks."""
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:

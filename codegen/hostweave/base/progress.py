@@ -72,7 +72,6 @@ def tell(text: str) -> None:
 
 
 def _show(text: str) -> None:
-    """Replaces the progress line on a terminal."""
     if is_terminal():
         sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()

@@ -257,7 +257,6 @@ def _sums(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _as_build_error() -> Iterator[None]:
-    """Converts errors of the file system to BuildError."""
     try:
         yield
     except OSError as error:

@@ -122,7 +122,6 @@ def _with_includes(folder: Path, text: str) -> list[str]:
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
-    """Compiles files in parallel, and kernels by the toolchain's kernel compiler, if there is one."""
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
     host_files = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
@@ -134,8 +133,6 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
 
 
 def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
-    """Returns the cubin of every kernel, from the cache where possible."""
-
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
         if not lookup(entry):

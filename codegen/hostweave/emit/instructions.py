@@ -104,7 +104,6 @@ class Emitter:
         return f"{self.context.functions[i.function]}({', '.join((*arguments.values(), self.stream))});\n"
 
     def instruction(self, i: tree.Instruction, last: bool) -> str:
-        """Returns the C++ of one instruction, from the `emit_` method or the template of its class."""
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
         if opens_group:  # a send or recv outside of a Group instruction needs a group
@@ -135,7 +134,6 @@ class Emitter:
         return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
-        """Returns the C++ for the number of bytes of `elements` elements of a buffer, or of the whole buffer."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
         return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"

@@ -115,7 +115,6 @@ class KernelFacts:
         return OpDef.fields(self.template(op))
 
     def cpp(self, op: Op, operands: Iterable[str]) -> str:
-        """Returns the C++ of an op, with literals and C functions in the compute type of the last operand."""
         dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
@@ -144,7 +143,6 @@ class KernelFacts:
                 yield from [operand] * max(1, self.fields(op).count((str(i), "")))
 
     def array_of(self, name: str) -> str:
-        """C++ type of the kernel's parameter for an input."""
         cpp = self.types[name].dtype.cpp
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 

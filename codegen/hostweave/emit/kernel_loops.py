@@ -241,7 +241,6 @@ class LoopPrinter:
         return [(index(*term), term[1]) for term in self.indices(access)]
 
     def row_terms(self, access: str) -> list[tuple[str, Size]]:
-        """Terms of the offset of a row's first element."""
         return [term for term in self.terms(access) if term[0] != self.names[self.ir.along]]
 
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:

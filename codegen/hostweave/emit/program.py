@@ -68,8 +68,6 @@ class Text:
 
 
 class UserFunction:
-    """A user kernel, with the source for the CPU target."""
-
     def __init__(self, source: UserKernel):
         assert source.signature is not None
         self.name, self.declaration = source.function, source.signature
@@ -78,8 +76,6 @@ class UserFunction:
 
 
 class ProgramSources:
-    """Contents of the generated source files."""
-
     def __init__(self, program: ir.HostProgram, machine: Machine = H200):
         names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}

@@ -113,7 +113,6 @@ class Section:
         self.stores.append(f"return {local};")
 
     def chunk(self, name: str) -> str:
-        """Name of the local variable that holds a vector of a value."""
         return self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"chunk of {name}")
 
     def is_held(self, name: str) -> bool:

@@ -95,7 +95,6 @@ class Builder:
 
     @contextmanager
     def on(self, mesh: Mesh | None) -> Iterator[None]:
-        """Emits instructions that only the ranks of `mesh` execute."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
@@ -273,7 +272,6 @@ class Builder:
         return name
 
     def is_memory(self, name: str) -> bool:
-        """True for a parameter or an allocation, False for a view."""
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:

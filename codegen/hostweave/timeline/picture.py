@@ -130,7 +130,6 @@ class Picture:
 
     @cached_property
     def shades(self) -> list[Box]:
-        """Shaded areas of exposed communication, over all rows of a rank."""
         return [
             Box(number, -1, round(start, 3), round(end, 3), x := self.x(number, start), y, self.x(number, end) - x, height, "exposed")
             for number, timeline in enumerate(self.timelines)

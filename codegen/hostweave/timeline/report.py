@@ -115,7 +115,6 @@ class Report:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 
     def _data(self) -> Mapping[str, Any]:
-        """Data of the events for the page, which shows the event under the mouse."""
         ranks = set(self.predicted.ranks[:MAX_SHOWN_RANKS])
         return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 

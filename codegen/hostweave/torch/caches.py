@@ -55,7 +55,6 @@ class Form:
 
 
 def _held(cache: Any) -> list[dict[str, Any]]:
-    """Attributes of a cache, followed by those of each layer."""
     return [_sorted({name: value for name, value in vars(cache).items() if name != "layers"}), *(_sorted(vars(x)) for x in cache.layers)]
 
 

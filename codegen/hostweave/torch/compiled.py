@@ -190,7 +190,6 @@ class CompiledModule(Delegating):
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Checks a call, and maps the names of program inputs to the arguments."""
         expect_eager(self._name, self._held_tensors.tensors)
         self._expect_no_gradients(self._held_tensors.tensors)
         self._expect_unchanged()
@@ -254,7 +253,6 @@ class CompiledModule(Delegating):
         return found
 
     def _range(self, size: Any) -> range:
-        """Sizes of a varying dim for which the module was compiled."""
         of = self._ranges.get(size.node.expr)
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 

@@ -55,7 +55,6 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the tensors in `begun` on which the results depend through differentiable functions."""
     begin = next((one.grad_fn for one in begun if one.requires_grad), None)
     functions = list(dict.fromkeys(one.grad_fn for one in results if one.grad_fn is not None))
     seen, found = set(functions), set()

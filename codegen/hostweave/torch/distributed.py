@@ -25,7 +25,6 @@ _OURS = -1  # key of a hook that replaces a hook of fully_shard; keys of torch b
 
 
 def states(module: nn.Module) -> dict[str, Any]:
-    """State of `fully_shard` for each module on which it was called, by path."""
     return {path: part._get_fsdp_state() for path, part in module.named_modules() if isinstance(part, FSDPModule)}
 
 
@@ -57,7 +56,6 @@ def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
-    """True for a tensor whose first dim has `rows` elements."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
 
 

@@ -118,7 +118,6 @@ def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
 
 
 def wants_one_graph() -> bool:
-    """True if the user requested one graph by fullgraph=True."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

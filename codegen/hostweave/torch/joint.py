@@ -69,7 +69,6 @@ class Joint:
 
     @property
     def _kept(self) -> list[Node]:
-        """Saved values: nodes that the forward graph computes and the backward graph reads."""
         output: Any = self.forward.graph.output_node()
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
@@ -372,8 +371,6 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
 
 
 def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
-    """Computes a node of the exported graph. Uses an op with a custom derivative if one exists for the node."""
-
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
 

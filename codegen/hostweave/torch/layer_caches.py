@@ -94,8 +94,6 @@ class _Layers:
 
 
 class LayerState(NamedTuple):
-    """The state of a layer in a cache after a call."""
-
     leaves: list[Any]
     spec: Any
     sources: list[int]  # for each tensor in `leaves`: index in [*tensors before the call, *results]

@@ -163,7 +163,6 @@ class Shadow:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Entries of the state that are tensors of the program."""
         return {key: value for key, value in self.state.items() if isinstance(value, torch.Tensor) and value.is_meta}
 
 
@@ -556,7 +555,6 @@ class RecordedStep:
         return ""
 
     def _like(self, key: str, value: float) -> Any:
-        """Converts a value on the host to the form in which the optimizer stores it."""
         return torch.tensor(value, dtype=self._hosts[key].dtype) if key in self._hosts else value
 
 

@@ -93,8 +93,6 @@ def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
 
 
 class _Recording:
-    """Records the actions of a pipeline in its program."""
-
     def __init__(self, pipeline: PipelineInputs, named: Mapping[str, hw.Tensor]):
         self.pipeline, self.named, self.stages = pipeline, named, pipeline.stages
         self.inputs = {key: named[name] for key, name in pipeline.name_of.items()}

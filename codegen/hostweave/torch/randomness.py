@@ -101,7 +101,6 @@ def _draws(node: Node) -> bool:
 
 
 def _seed(graph: Graph, node: Node, seed: Node) -> None:
-    """Rewrites an op so that it reads `seed`."""
     args: Any = node.args
     if node.target is _ATTENTION:
         node.kwargs = {**node.kwargs, "seed": seed}

@@ -94,7 +94,6 @@ class Backend:
         return region
 
     def _split(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], fallen: Mapping[Node, str]) -> Callable[..., Any]:
-        """Returns a callable that runs unsupported nodes eagerly, and all other nodes as programs."""
         number, before, numbers = 0, False, dict[Node, int]()
         for node in graph.graph.nodes:
             if node.op.startswith("call_"):
@@ -137,8 +136,6 @@ class Backend:
 
 
 class _CalledModule(nn.Module):
-    """A module whose forward is a given function."""
-
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
         self.forward = function

@@ -35,8 +35,6 @@ class Source:
 
 @dataclass
 class StagePart:
-    """A function of a stage: its graph, and the types of its results."""
-
     graph: Graph
     function: Function
     types: list[TensorType]
@@ -87,8 +85,6 @@ class Stage:
 
 
 class WithLoss(nn.Module):
-    """The last stage, followed by the loss."""
-
     def __init__(self, stage: nn.Module, loss: Callable[..., torch.Tensor]):
         super().__init__()
         self.stage, self.loss = stage, loss

@@ -91,7 +91,6 @@ def _written(before: Any, now: Any) -> str:
 
 
 def _difference(one: Any, before: Any) -> str:
-    """Names the part of an object or container that has changed."""
     if isinstance(before, dict):
         now, of = _contents(one), "a dict" if isinstance(one, dict) else type(one).__name__
         name = next((name for name in {**before, **now} if not is_same(before.get(name, _ABSENT), now.get(name, _ABSENT))), "")

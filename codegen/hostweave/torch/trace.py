@@ -174,7 +174,6 @@ def _run(graph: Graph, values: NodeValues, node: Any) -> None:
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
-    """Reshards a value as the plan states for the module that returns it, or as the graph states for the node."""
     for axes in graph.stated(node, made):
         made = resharded(made, axes)
     return resharded(made, graph.placed[node]) if node in graph.placed else made

@@ -143,7 +143,6 @@ class Updates:
         return {one.name: kind for kind, members in enumerate(self._kinds) for one in members}
 
     def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[Updated]]]:
-        """Groups the parameters by layer, and groups layers with equal updates."""
         layers: dict[tuple[str, str], list[Updated]] = {}
         for one in self.parameters:
             layers.setdefault(one.layer, []).append(one)
@@ -278,7 +277,6 @@ def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
-    """Creates a state entry with its value before the first step."""
     if entry.shape == parameter.shape:
         return torch.full_like(parameter.detach(), value, dtype=entry.dtype)
     if isinstance(parameter, DTensor):

@@ -64,7 +64,6 @@ def _is_known(size: Node) -> bool:
 
 
 def made_again(node: Any, value: Callable[[Any], Any]) -> Any:
-    """Computes a view, or a size, from the values of its operands."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     if op_of(node) == "view.default":  # reshape copies an argument whose strides differ from those at compile time
         return args[0].reshape(args[1])

@@ -68,7 +68,6 @@ def _seeds(elements: float, has_integers: bool) -> int:
 
 @ir.analysis
 def _has_integers(fusion: Fusion) -> bool:
-    """True if the fusion, or a function that it calls, has integers."""
     kinds = {value.type.dtype.kind for value in fusion.values().values()}
     return not kinds.isdisjoint(INTS) or any(_has_integers(op.callee) for op in fusion.ops if op.callee)
 

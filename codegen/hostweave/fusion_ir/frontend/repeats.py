@@ -71,7 +71,6 @@ class _Rewriting:
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
-        """Replaces each column of inputs by a parameter group. The groups form one struct."""
         runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:
@@ -197,7 +196,6 @@ class _Rewriting:
         return eliminate_dead_code(ops, outputs)
 
     def place(self, run: Run, outputs: tuple[str, ...]) -> None:
-        """Names the results of a repeat, which replace the results of the calls."""
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}

@@ -207,7 +207,6 @@ class Runs:
         return bool(ops) and [(op.tensors, op[INDEX]) for op in ops] == expected and not self.values[source].type.dims[0].axes
 
     def is_group(self, column: Column) -> bool:
-        """True if these values are inputs that can form a parameter group."""
         if column not in self.groups:
             are_inputs = all(name in self.inputs for name in column)
             self.groups[column] = (

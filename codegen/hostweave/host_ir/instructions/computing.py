@@ -121,7 +121,6 @@ class _Masked(Compute):
 
     @property
     def masked_by(self) -> dict[str, str]:
-        """Field -> buffer of a mask, in the order of reads."""
         masks = {"lengths": self.lengths, "bias": self.bias, "offsets": self.offsets}
         return {word: name for word, names in masks.items() for name in names}
 

@@ -37,7 +37,6 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 
 
 def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
-    """Checks the reduction, and the relation of the sizes of src and dst."""
     if isinstance(i, ir.Reduction):
         if i.op not in REDUCTIONS:
             c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")

@@ -54,7 +54,6 @@ PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of 
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
-    """True if the elements along a dim are contiguous."""
     return type.shape[dim] == Size() or strides_of(type)[dim] == Size()
 
 

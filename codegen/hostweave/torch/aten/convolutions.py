@@ -95,7 +95,6 @@ class _Kernel:
 
 
 def _count(sizes: SizePerDim) -> Any:
-    """Number of elements of an image with these sizes."""
     total = product(tuple(Size.of(str(size)) for size in sizes))
     return int(total) if total.is_int else str(total)
 
