@@ -240,16 +240,16 @@ BODIES = {
         "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed in a loop of local(M, x) steps, "
         "which differ between ranks: use send and recv there"
     ),
-    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications: move it out",
+    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications: move the instruction out",
     # streams and events
     "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
     "stream ring[0] {\nstream ring[1] {\n}\n}": ("text:3: @t: stream ring[1]: stream blocks cannot be nested: end the outer one first"),
     "fork pool": "text:2: @t: fork pool: pool is not declared: add streams(pool[...]) to the header",
     "stream ring[0] {\njoin ring\n}": (
-        "text:3: @t: join ring: fork and join apply to the caller's stream: move it out of the stream block"
+        "text:3: @t: join ring: fork and join apply to the caller's stream: move the instruction out of the stream block"
     ),
     "fork ring first 3": (
-        "text:2: @t: fork ring first 3: there are 2 streams ring, not 3: give a number from 1 to 2, or leave it out for all"
+        "text:2: @t: fork ring first 3: there are 2 streams ring, not 3: give a number from 1 to 2, or omit the number for all"
     ),
     "record ready[0]": "text:2: @t: record ready[0]: ready is not declared: add events(ready[...]) to the header",
     "wait ready[0]": "text:2: @t: wait ready[0]: ready is not declared: add events(ready[...]) to the header",

@@ -276,7 +276,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "%b = allocate f32[4, N]\nall_reduce sum %x -> %b on x\n}\n",
-            "text:4: @t: all_reduce sum %x -> %b on x: the channel is on mesh(x=4), all of whose ranks must execute a collective: "
+            "text:4: @t: all_reduce sum %x -> %b on x: all ranks of the channel, mesh(x=4), must execute a collective: "
             "use a channel on mesh(x=2 of ranks 0, 1)",
         ),
         # the static check

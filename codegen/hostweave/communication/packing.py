@@ -27,7 +27,7 @@ class TermReduction:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that communicate, and the dim of a buffer that is split into one block per rank, or None."""
+    """The ranks that communicate, and the dim that splits a buffer into one block per rank, or None."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -79,7 +79,7 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` whose outermost dim is the rank. Returns `full` itself if its blocks have the type `block` and follow one another."""
+    """Views `full` with the rank as the outermost dim. Returns `full` itself if its blocks have the type `block` and follow one another."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

@@ -244,8 +244,8 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one column is in `wanted`. Others are groups without names in
-        `used`."""
+        """Interleaved columns from index `begin` on, or None. At least one column is in `wanted`. The other columns are groups without
+        names in `used`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)

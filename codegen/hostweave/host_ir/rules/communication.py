@@ -32,7 +32,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
         if scope.steps is not None:
             c.fail(f"a collective is not allowed in a loop of {scope.steps} steps, which differ between ranks: use send and recv there")
         if channel.mesh != c.mesh:
-            c.fail(f"the channel is on {channel.mesh}, all of whose ranks must execute a collective: use a channel on {c.mesh}")
+            c.fail(f"all ranks of the channel, {channel.mesh}, must execute a collective: use a channel on {c.mesh}")
     return channel
 
 

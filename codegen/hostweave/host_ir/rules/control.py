@@ -13,7 +13,7 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
         if not inner.posts or inner.exchanges:
             c.current = inner
-            c.fail("a group may contain only communications: move it out")
+            c.fail("a group may contain only communications: move the instruction out")
     c.inner(i.body, scope)
     transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
     if len(transports) > 1:
@@ -28,10 +28,10 @@ def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
 
 def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
     if scope.in_stream:
-        c.fail("fork and join apply to the caller's stream: move it out of the stream block")
+        c.fail("fork and join apply to the caller's stream: move the instruction out of the stream block")
     count = next(pool.count for pool in c.program.streams if pool.name == i.stream)
     if i.first is not None and not 1 <= i.first <= count:
-        c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or leave it out for all")
+        c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or omit the number for all")
 
 
 def _event(c: Checker, i: ir.Record | ir.Wait | ir.Mark, scope: Scope) -> None:
