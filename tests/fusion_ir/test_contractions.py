@@ -97,7 +97,7 @@ def test_several_dims_are_one_matmul() -> None:
         ("ab->a->b", ("ab",), "it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'"),
         ("ab", ("ab", "bc"), "1 terms for 2 operands; write one for each"),
         ("abc->a", ("ab",), "'abc' has 3 letters, but f64[2, 3] has 2 dims; write one for each"),
-        ("ab->ac", ("ab",), "no operand has c, but the result does; remove it"),
+        ("ab->ac", ("ab",), "no operand has c, but the result does; remove the letter"),
         ("ab->aa", ("ab",), "the result 'aa' has a letter twice; name it once"),
         ("ab,bc->ac", ("ab", "cb"), "b has size 3, but size 4 in f64[4, 3]; dims with the same letter must have equal sizes"),
         (None, ("ab",), "not a string; write the letters of each operand and of the result, such as 'ij,jk->ik'"),

@@ -199,7 +199,7 @@ ERRORS = {
     "stream of a joined dim": (
         "return hw.concat([x, x]).stream(0, chunks=2)",
         {},
-        "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can iterate over it; stream a tensor before it",
+        "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can iterate over it; stream an earlier tensor",
     ),
     "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
     "clip": ("return hw.clip(x)", {}, "4: clip: neither min nor max is given; pass one"),
@@ -279,7 +279,7 @@ ERRORS = {
     "linear": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["K", "N"]'},
-        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; transpose it to [N, K]",
+        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; transpose the weight to [N, K]",
     ),
     "linear bias": (
         "return hw.linear(x, w, w)",
@@ -406,17 +406,17 @@ ERRORS = {
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',
         {},
-        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can iterate over it; stream a tensor before it",
+        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can iterate over it; stream an earlier tensor",
     ),
     "stream of a split dim": (
         'return hw.reshape(x, 4, "M/4", "K").stream(1)',
         {},
-        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can iterate over it; stream a tensor before it",
+        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can iterate over it; stream an earlier tensor",
     ),
     "reduced stream": (
         "return hw.max(x, axis=1, keepdims=True).stream(1)",
         {},
-        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can iterate over it; stream a tensor before it",
+        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can iterate over it; stream an earlier tensor",
     ),
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),

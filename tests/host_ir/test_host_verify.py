@@ -159,12 +159,12 @@ BODIES = {
         "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, but a bias must be: copy it to a contiguous buffer first"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b activation gelu -> %y": (
-        "text:3: @t: matmul %x, %b activation gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
+        "text:3: @t: matmul %x, %b activation gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after the matmul"
     ),
     **{
         f"%a = allocate {a}\n%b = allocate {b}\n%c = allocate {c}\n{view}matmul %a, %b activation relu -> %{dst}": (
             f"text:{5 + bool(view)}: @t: matmul %a, %b activation relu -> %{dst}: "
-            f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it"
+            f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after the matmul"
         )
         for a, b, c, view, dst, why in [
             ("f64[2, 4]", "f64[4, 4]", "f64[2, 4]", "", "c", "it is of f64"),

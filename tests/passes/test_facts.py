@@ -42,7 +42,7 @@ BROKEN: dict[str, tuple[Callable[[HostProgram], None], str, str]] = {
     "updated elsewhere": (
         updates_are_in_place,
         KERNELS + "host @f(%x: f32[M, K], %row: f32[1, K]) -> (%y: f32[M, K]) mesh(x=1) {\n  launch @update %x, %row -> %y\n}\n",
-        "%y updates %x, which is in other memory; copy it to %y first",
+        "%y updates %x, which is in other memory; copy %x to %y first",
     ),
     "a constant condition": (
         conditions_are_open,

@@ -91,7 +91,7 @@ def test_a_sharding_with_one_block_per_rank_is_kept() -> None:
         ),
         (
             lambda x: hw.collective_permute(x, 0, [1, 0]).stream("M", chunks=2),
-            "stream: dim 0 of f32[M, 8] is permuted by a collective_permute, so no loop can iterate over it; stream a tensor before it",
+            "stream: dim 0 of f32[M, 8] is permuted by a collective_permute, so no loop can iterate over it; stream an earlier tensor",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_launch_of_threads_and_blocks() -> None:
     with pytest.raises(ProgramError, match=r"kernel: the source for the CPU has no `void f\(...\)`; define it with the same parameters$"):
         one(GOOD, cpu="void g() {}")
     with pytest.raises(
-        ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can iterate over it; stream a tensor before it$"
+        ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can iterate over it; stream an earlier tensor$"
     ):
         hw.fusion(x=hw.f32["M"])(lambda x: hw.kernel(GOOD, "f", 1, [x, hw.f32["M"]]).stream(0))
 

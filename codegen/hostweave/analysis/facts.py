@@ -38,7 +38,7 @@ def updates_are_in_place(program: ir.HostProgram) -> None:
             for number, at in updated(i, kernels, program.functions):
                 if uses.root(read[number]) != uses.root(written[at]):
                     why = f"%{written[at]} updates %{read[number]}, which is in other memory"
-                    raise ProgramError(f"{why}; copy it to %{written[at]} first", i.location)
+                    raise ProgramError(f"{why}; copy %{read[number]} to %{written[at]} first", i.location)
 
 
 def conditions_are_open(program: ir.HostProgram) -> None:

@@ -27,7 +27,7 @@ class TermReduction:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that communicate, and the dim that splits a buffer into one block per rank, or None."""
+    """The ranks that communicate, and the dim along which a buffer has one block per rank, or None."""
 
     mesh: Mesh
     axes: tuple[str, ...]

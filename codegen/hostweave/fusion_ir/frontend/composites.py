@@ -53,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or x.ndim < 2:
         raise ProgramError.here(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them")
     if x.type.shape[-1] != weight.type.shape[1]:
-        raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; transpose it to [N, K]")
+        raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; transpose the weight to [N, K]")
     if x.dtype != weight.dtype:
         raise ProgramError.here(f"linear: dtypes differ: {x.type} and a weight of {weight.type}; use hw.astype on one of them")
     if bias is not None and bias.type.shape != weight.type.shape[:1]:

@@ -108,7 +108,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
     counts = Counter("".join(terms))
     result = result if arrow else "".join(sorted(letter for letter, count in counts.items() if count == 1))
     if unknown := sorted(set(result) - set(counts)):
-        fail(f"no operand has {unknown[0]}, but the result does; remove it")
+        fail(f"no operand has {unknown[0]}, but the result does; remove the letter")
     if len(set(result)) < len(result):
         fail(f"the result {result!r} has a letter twice; name it once")
     return terms, result

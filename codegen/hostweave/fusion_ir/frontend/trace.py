@@ -144,7 +144,7 @@ class Tensor:
             raise ProgramError.here(f"stream: {why}")
         if how := needs_whole(replace(op, result=self._value), operand_types(op, self._trace.types), dim):
             why = f"dim {dim} of {self.type} is {how} by {'an' if op.kind[0] in 'aeiou' else 'a'} {op.kind}, so no loop can iterate over it"
-            raise ProgramError.here(f"stream: {why}; stream a tensor before it")
+            raise ProgramError.here(f"stream: {why}; stream an earlier tensor")
 
     @property
     def T(self) -> Tensor:

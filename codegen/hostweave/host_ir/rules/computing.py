@@ -147,9 +147,9 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
         c.expect_type(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
         c.contiguous(name, what=", but a bias must be")
     if i.activation and i.activation not in ir.ACTIVATIONS:
-        c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
+        c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after the matmul")
     if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
-        c.fail(f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it")
+        c.fail(f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after the matmul")
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
