@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hostweave/device_memory.h"
@@ -33,6 +34,7 @@ struct TermExchange::Shared {
   Exchange exchange{};
   int multiprocessors = 1;
   DeviceMemory gathered;
+  const void* sent = nullptr;  // blocks that a kernel has sent, and whose reduce-scatter is not launched yet
 
   // The resources of a channel, which live as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
@@ -122,6 +124,13 @@ CallOrder& TermExchange::calls(Rank& rank) {
 const Exchange& TermExchange::exchange() const { return shared_.exchange; }
 
 int64_t TermExchange::multiprocessors() const { return shared_.multiprocessors; }
+
+bool TermExchange::note_sent(const void* own) const {
+  shared_.sent = shared_.in_packets ? own : nullptr;
+  return shared_.in_packets;
+}
+
+bool TermExchange::take_sent(const void* own) const { return std::exchange(shared_.sent, nullptr) == own; }
 
 const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const {
   if (bytes > most) {

@@ -90,6 +90,24 @@ def test_the_verifier_of_blocks(kind: str) -> None:
                 verify_host(HostProgram.parse(text.replace(right, wrong)))
 
 
+def test_the_verifier_of_sent_blocks() -> None:
+    """The reduce-scatter of the result directly follows the launch that sends it."""
+    head, body = OF_BLOCKS["reduce_scatter"].rstrip("}").rsplit("{", 1)
+    head = f"kernel @half(%p: f32[8]) {{ %h: f32[8] = multiply(%p, 0.5) }} {head}"
+    sent = f"%h = allocate f32[8]  launch @half %p -> %h sent on tp  %z = allocate f32[4]  {body.replace('%p', '%h')}"
+    check(HostProgram.parse(f"{head}{{ {sent} }}"))
+    for right, wrong in (
+        ("sent on tp", "sent on other"),
+        ("%h, %x", "%p, %x"),
+        ("sent on tp", "sent on tp  launch @half %p -> %h"),
+        ("%z = allocate f32[4]", "%z = allocate f32[8]  copy %h -> %z"),
+        ("launch_reduce_scatter", "launch_all_reduce"),
+    ):
+        assert right in sent
+        with pytest.raises(ProgramError, match=r"a launch_reduce_scatter on .* of the result of a generated kernel must follow"):
+            verify_host(HostProgram.parse(f"{head}{{ {sent.replace(right, wrong)} }}"))
+
+
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_mutations_of_blocks(kind: str) -> None:
     """The check detects a missing launch, a result in the memory of the block that is sent, a concurrent write to this block, and two

@@ -232,17 +232,6 @@ def test_sums_of_gathered_rows_are_vectorised() -> None:
     assert rows.count("hw::load<kWidth>(x") == 1
 
 
-@pytest.mark.parametrize(("is_first", "is_other"), [(True, False), (False, True), (True, True)])
-def test_gathered_rows_that_are_not_chosen_are_not_read(is_first: bool, is_other: bool) -> None:
-    def combined(x, places, are_chosen):
-        rows = hw.take_along_axis(hw.expand_dims(x, 1), hw.expand_dims(places, 2), 0)
-        return hw.sum(hw.where(hw.expand_dims(are_chosen, 2), rows if is_first else 0.0, rows if is_other else 0.0), 1)
-
-    text = kernels(combined, x=hw.f32["M", "N"], places=hw.i64["T", 3], are_chosen=hw.bool_["T", 3])
-    assert text.count("hw::load<kWidth>(x") == 1
-    assert ("are_chosen_expanded_ij ? hw::load<kWidth>(x" in text) == (not is_other)
-
-
 def test_sums_of_few_contiguous_terms_are_not_vectorised() -> None:
     assert "kWidth" not in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4])
 

@@ -78,6 +78,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   launch_all_reduce @k %x, %b -> %z on x
   launch_reduce_scatter @k %x, %b -> %z on x
   launch_all_gather @k %x, %b -> %z on x
+  launch @k %x, %b -> %z sent on x
   reduce_scatter max %x -> %y on dp
   broadcast %x -> %y from rank.dp + 1 on x
   broadcast_to_others %x to %y from rank.dp + 1 on x

@@ -163,6 +163,37 @@ def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None
         expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
 
 
+def sent(ranks: int, dtype: DType = hw.f32, width: str = "T", product: bool = False) -> Fusion:
+    """Reduce-scatter of the result of a kernel. With `product`, a matmul computes the kernel's operand."""
+    tail = (width,) * bool(width)
+
+    @hw.fusion(mesh=hw.Mesh(tp=ranks), p=dtype[f"{ranks}@tp", 8 * ranks, *tail], w=dtype[*tail * 2])
+    def sent(p: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.sum(hw.tanh(hw.matmul(p, w) if product else p) + hw.sum(w), 0), f"{8 * ranks}@tp", *tail) + 1
+
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "product"),
+    [(1, hw.f32, False), (2, hw.f32, True), (2, hw.f32, False), (3, hw.bf16, False), (8, hw.f32, True)],
+    ids=str,
+)
+def test_kernels_send_their_results(ranks: int, dtype: DType, product: bool) -> None:
+    fusion = sent(ranks, dtype, product=product)
+    assert str(lowered(fusion)).count("sent on tp") == (ranks > 1)
+    for rows in (0, 1, 5, 8):
+        arrays = random_arrays(fusion, {"T": rows}, seed=rows)
+        expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+
+
+def test_results_with_one_dim_are_not_sent() -> None:
+    """A vector of such a result may cross the end of a block."""
+    host = lowered(sent(2, width=""))
+    assert "launch_reduce_scatter" in str(host)
+    assert "sent on" not in str(host)
+
+
 def test_blocks_in_random_schedules() -> None:
     fusion = blocks(3, hw.f32)
     calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]

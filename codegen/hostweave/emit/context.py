@@ -107,18 +107,19 @@ class ProgramContext:
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
         self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their C++ without names
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by kernel and buffer types
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...], int], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
-    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first one."""
-        if (kernel, buffers) not in self.launches:
-            name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
+    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...], receivers: int = 0) -> LaunchedKernel:
+        """Launch of a kernel for buffers of the given types, or of one that sends its result to `receivers` ranks. Kernels that differ only
+        in names share the definition of the first one."""
+        if (kernel, buffers, receivers) not in self.launches:
+            name = self.names.of(f"{kernel.name}_sent" if receivers else kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (
                 ProductEmitter(kernel, buffers, self.integers, name)
                 if multiplies(kernel)
-                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name)
+                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name, receivers)
             )
             if emitter.key not in self.kernels:
                 self.kernels[emitter.key] = emitter.emit()
@@ -126,8 +127,8 @@ class ProgramContext:
             if name != shared.name and note not in shared.comments:
                 shared.comments += (note,)
             sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
-            self.launches[kernel, buffers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
-        return self.launches[kernel, buffers]
+            self.launches[kernel, buffers, receivers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
+        return self.launches[kernel, buffers, receivers]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:
         if channel.name not in self.channels:

@@ -280,7 +280,7 @@ class Emitter:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
         lies_in = dict(updated(i, self.context.declared, ()))  # the result is passed for an operand that is updated in place
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
-        return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
+        return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts, sent_on=i.sent_on)
 
     def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
@@ -289,12 +289,23 @@ class Emitter:
         return self.launch_of(kernel, i.srcs, i.dsts, "launch_exchange", (exchange, self.text(i.srcs[0]), block))
 
     def launch_of(
-        self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
+        self,
+        kernel: ir.Kernel,
+        srcs: Sequence[str],
+        dsts: Sequence[str],
+        launch: str = "launch_pdl",
+        first: Sequence[str] = (),
+        sent_on: str = "",
     ) -> str:
         """Returns the launch of a generated kernel. `first` replaces the argument of the first buffer."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
-        emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types))
-        arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
+        ranks = self.program.channel(sent_on).size if sent_on else 0
+        emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types), ranks)
+        buffers = self.texts([*srcs, *dsts])[bool(first) :]
+        if ranks:
+            exchange, block = self.context.exchange(self.program.channel(sent_on)), self.integers.size(product(types[-1].shape) // ranks)
+            buffers[-1] = f"{exchange}.sent<{types[-1].dtype.cpp}, {ranks}>({buffers[-1]}, {block})"
+        arguments = (*first, *buffers, *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class EmittedKernel:
         self.name, self.loops, self.comments = of.name, of.loops, tuple(map(str, of.kernel.ops))
         pointers = (
             *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
-            *(f"{of.types[y].dtype.cpp}* {at}" for y, at in of.results.items()),
+            *(f"{of.array_of(y)} {at}" for y, at in of.results.items()),
         )
         self.params = (*pointers, *(f"int64_t {of.loops.integers.sizes[atom]}" for atom in of.atoms))
         self.touches = tuple(of.touches())
@@ -55,15 +55,17 @@ class EmittedKernel:
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
         self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of decomposed indices and of held rows
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # the parameter with the terms or blocks of all ranks, which the kernel exchanges
+        # the parameter with the terms or blocks of all ranks, which the kernel exchanges or sends
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
+        if of.receivers:
+            (self.terms,) = of.results.values()
 
 
 class KernelEmitter(KernelFacts):
     """Emits one kernel. Rows in registers are loaded before the first loop, so that no load waits for a reduction."""
 
-    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
-        super().__init__(loops, integers, name)
+    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str, receivers: int = 0):
+        super().__init__(loops, integers, name, receivers)
         self.row = Section(self)  # statements outside the innermost loops
 
     def emit(self) -> EmittedKernel:

@@ -373,8 +373,6 @@ class Section:
         if self.is_wide and x in kernel.ir.packed and not kernel.ir.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
             load = f"hw::load<kWidth>({loops.shifted(kernel.pointers[x], [(moved, ONE), *loops.terms(x)])})"
-            if self.outer and (chosen := kernel.condition_on(op)):  # a row that is not chosen is not read
-                held = " && ".join(filter(None, (held, self.outer.value(chosen, is_hoisted=True))))
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
             return Lane(local, loops.lane), ""

@@ -164,6 +164,9 @@ struct AnyAccess {
   template <class T, int kRanks, bool kSums>
   AnyAccess(const LandedBlocks<T, kRanks, kSums>& blocks) : AnyAccess(reads(blocks.gathered, kRanks * blocks.count)) {}
 
+  template <class T, int kRanks>
+  AnyAccess(const SentBlocks<T, kRanks>& sent) : AnyAccess(writes(sent.own, kRanks * sent.blocks.count)) {}
+
   Access<const void> access;
   size_t itemsize;
 };

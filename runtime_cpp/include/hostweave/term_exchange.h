@@ -30,7 +30,16 @@ class TermExchange {
     if (CallLog* const log = CallLog::current()) log->over(channel_);  // the kernel waits for the other ranks
     const int64_t bytes = count * static_cast<int64_t>(sizeof *own);
     const void* const all = gathered(own, bytes, Terms::kMostBytes, Terms::kScatters, stream);
-    return {own, count, static_cast<const typename Terms::Element*>(all), exchange(), 0};
+    Terms made{own, count, static_cast<const typename Terms::Element*>(all), exchange(), 0};
+    if constexpr (Terms::kScatters) made.is_sent = take_sent(own);
+    return made;
+  }
+
+  // Makes the result of a kernel that sends blocks of `count` elements. The next exchange must be their reduce-scatter.
+  template <class T, int kRanks>
+  SentBlocks<T, kRanks> sent(T* own, int64_t count) const {
+    const bool is_sent = count > 0 && note_sent(own);
+    return {{own, count, is_sent ? nullptr : own, exchange(), 0, false}, own, {}};
   }
 
   int64_t multiprocessors() const;
@@ -39,6 +48,8 @@ class TermExchange {
 
  private:
   const Exchange& exchange() const;
+  bool note_sent(const void* own) const;  // false if NCCL will send the blocks
+  bool take_sent(const void* own) const;  // true if a kernel has sent these blocks
   // Gathers blocks of `bytes` from all ranks by NCCL, on the stream. Returns null if kernels exchange the blocks. With
   // `scatters`, `own` has a block for each rank.
   const void* gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const;

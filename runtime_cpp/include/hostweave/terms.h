@@ -297,6 +297,7 @@ struct LandedBlocks {
   const T* gathered;  // consecutive blocks from all ranks; null if kernels exchange the blocks
   Exchange exchange;
   uint32_t number;  // number of this exchange
+  bool is_sent;     // an earlier kernel has stored the blocks in the memory of the peers; see SentBlocks
 
   HW_DEVICE LandedBlocksAt<T, kRanks, kSums> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return values<1>(i)[0]; }
@@ -350,9 +351,9 @@ struct LandedBlocks {
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
     constexpr int64_t kVector = sizeof(uint4);
     const int64_t vectors = (count * sizeof(T) + kVector - 1) / kVector, most = vectors * kVector / kPartBytes;
-    const int parts = most < 1 ? 1 : most < kParts ? most : kParts;
+    const int parts = is_sent || most < 1 ? 1 : most < kParts ? most : kParts;
     const int64_t each = (vectors + parts - 1) / parts;
-    for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+    for (int part = blockIdx.x; part < parts && !is_sent; part += gridDim.x) {
 #pragma unroll
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer != exchange.rank) send(peer, part * each, (part + 1) * each < vectors ? (part + 1) * each : vectors);
@@ -410,6 +411,34 @@ using ScatteredSums = LandedBlocks<T, kRanks, true>;
 template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
+// Result of a kernel before the reduce-scatter of this result. Stores go to the landing memory of the peers, or to `own` for the
+// block of this rank. The kernel first calls begin().
+template <class T, int kRanks>
+struct SentBlocks {
+  LandedBlocks<T, kRanks, true> blocks;
+  T* own;
+  T* begins[kRanks];  // begins[rank] + i is element i, if it is in the block for this rank
+
+  HW_DEVICE T* operator+(int64_t i) const {
+    T* begin = begins[0];
+    HW_UNROLL
+    for (int rank = 1; rank < kRanks; ++rank) begin = i >= rank * blocks.count ? begins[rank] : begin;
+    return begin + i;
+  }
+  HW_DEVICE T& operator[](int64_t i) const { return *(*this + i); }
+
+  HW_DEVICE void begin() {
+#ifdef __CUDACC__
+    if (!blocks.gathered) blocks.number = *static_cast<volatile uint32_t*>(blocks.exchange.state) + 1;
+#endif
+    HW_UNROLL
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const bool is_own = blocks.gathered || rank == blocks.exchange.rank;
+      begins[rank] = is_own ? own : reinterpret_cast<T*>(blocks.landing(rank, blocks.exchange.rank)) - rank * blocks.count;
+    }
+  }
+};
+
 // Pointer-like position in the sums or gathered blocks.
 template <class T, int kRanks, bool kSums>
 struct LandedBlocksAt {
@@ -431,6 +460,10 @@ struct LandedBlocksAt {
 template <class T, int kRanks, bool kSums>
 HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));
+}
+template <class T, int kRanks>
+HW_DEVICE const void* place_of(const SentBlocks<T, kRanks>& sent) {
+  return place_of(sent.blocks);
 }
 
 }  // namespace hw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -422,6 +423,17 @@ def test_why_a_kernel_ends(case: str) -> None:
 def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
     text = fused(host("%e = allocate f32[N]\nlaunch @negative_column %r -> %e\nlaunch @subtract_column %x, %e -> %y"))
     assert "kernel @negative_subtract_y(%x_2: f32[N], %x: f32[M, N]) {" in text
+
+
+def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
+    """The division is a multiplication and a shift. Other divisions take longer, and are not repeated for each element of a row."""
+
+    @hw.fusion(x=hw.f32["M", "N"], i=hw.i32["T"], n=hw.i32["T"])
+    def rows(x: hw.Tensor, i: hw.Tensor, n: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return hw.take(x, i // 3, 0), hw.take(x, i // n, 0)
+
+    text = str(hw.compile(rows).host_ir)
+    assert re.findall("%(.*) would be computed repeatedly", text) == ["floor_divide_i_2"]
 
 
 def test_an_op_of_two_fused_kernels_is_computed_once() -> None:

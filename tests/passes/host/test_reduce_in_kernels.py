@@ -87,3 +87,24 @@ def test_a_consumer_that_reads_the_block_is_not_fused() -> None:
 
     lines = changes(reduce_in_kernels, reads)
     assert "launch_all_gather @all_gather_" in lines
+
+
+def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), p=hw.f32["2@x", 6, 64])
+    def scattered(p: Any) -> Any:
+        return hw.maximum(hw.reshard(hw.sum(p * p, 0), "6@x", 64), 0)
+
+    assert (
+        changes(reduce_in_kernels, scattered)
+        == """\
+- kernel @maximum_y(%sum_p_resharded: f32[3, 64]) {
++ kernel @maximum_y_of_terms(%multiply_p: f32[3, 64]) {
++ %sum_p_resharded: f32[3, 64] = reduce_scatter(%multiply_p, dim=0, axes=(x), reduction=sum)
+- launch @multiply_p_kernel %p -> %multiply_p
+- %sum_p_resharded = allocate f32[3, 64]
+- reduce_scatter sum %sum_p -> %sum_p_resharded on x
+- launch @maximum_y %sum_p_resharded -> %y
++ launch @multiply_p_kernel %p -> %multiply_p sent on x
++ launch_reduce_scatter @maximum_y_of_terms %sum_p -> %y on x
+"""
+    )

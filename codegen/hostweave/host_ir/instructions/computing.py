@@ -214,12 +214,17 @@ class AttentionBackward(_Masked):
 
 @dataclass(frozen=True)
 class Launch(Compute):
-    """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous."""
+    """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
+
+    With `sent_on`, a launch_reduce_scatter of the only result on this channel follows. The kernel stores blocks for other ranks in their
+    memory, and not in the result.
+    """
 
     kernel: Launched
     srcs: Reads
     dsts: Writes
-    syntax = "launch @{kernel} {srcs} -> {dsts}"
+    sent_on: str = ""
+    syntax = "launch @{kernel} {srcs} -> {dsts} sent on {sent_on}"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Checker:
     freed: set[str] = field(default_factory=set)
     windows: set[str] = field(default_factory=set)  # allocations and parameters that are in windows
     current: tree.Instruction | None = None
+    rest: tree.Body = ()  # instructions after the current one in its body
     mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or the program's mesh
 
     def __post_init__(self) -> None:
@@ -132,8 +133,8 @@ class Checker:
     # --- structure ---
 
     def body(self, body: tree.Body, scope: Scope) -> None:
-        for instruction in body:
-            self.current = instruction
+        for number, instruction in enumerate(body):
+            self.current, self.rest = instruction, body[number + 1 :]
             for name in tree.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
             guarded = tree.names(instruction, "guard")

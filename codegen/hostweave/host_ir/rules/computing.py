@@ -270,6 +270,19 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
     if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
         c.fail(f"%{twice[0]} is named twice: give each result its own buffer")
     source = next((source for source in c.program.user_kernels if source.name == i.kernel), None)
+    if not i.exchanges and i.sent_on:
+        after: Any = i
+        for after in c.rest:
+            if after.calls and not tree.names(after, "free"):
+                break
+            c.roots.define(after)
+        is_next = after.exchanges and (after.kind, after.channel, c.roots.of(after.srcs[0])) == (
+            "reduce_scatter",
+            i.sent_on,
+            c.roots.of(i.dsts[0]),
+        )
+        if not is_next or source:
+            c.fail(f"a launch_reduce_scatter on {i.sent_on} of the result of a generated kernel must follow: launch without `sent on`")
     if source and not i.exchanges:
         _launch_source(c, i, source)
         return

@@ -285,7 +285,7 @@ class Links:
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
                 if not is_fast or not inner & set(walked.reduced):
                     return f"few threads would compute all of %{result.name}"
-        costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP]
+        costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP and not _divides_by_constant(op)]
         again = next((name for name in costly if _is_repeated(name, walked)), None)
         return f"%{again} would be computed repeatedly" if again else ""
 
@@ -312,6 +312,11 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
     """True if a kernel would compute a value repeatedly: the value depends neither on all loop indices, nor on those of a row."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
+
+
+def _divides_by_constant(op: Op) -> bool:
+    """True for a division of integers that a multiplication and a shift compute."""
+    return op.kind == "floor_divide" and op.result.type.dtype.kind in ("int", "uint") and not isinstance(op.operands[1], str)
 
 
 def _waits(i: tree.Instruction) -> bool:

@@ -49,7 +49,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
     names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
     streams = 0
     for place, i in uses.instructions(ir.Launch):
-        if i.kernel not in kernels or not (products := _products(uses, place, i, kernels[i.kernel])):
+        if i.sent_on or i.kernel not in kernels or not (products := _products(uses, place, i, kernels[i.kernel])):
             continue
         matmuls = [matmul for _, matmul in products]
         kernel, srcs = _of_few_rows(i, kernels[i.kernel], matmuls, uses)

@@ -7,9 +7,10 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel occupies the device while it
-waits for other ranks. Programs that communicate on separate streams therefore keep their collectives. So do programs with signals, with a
-stated transport, or without access to peer memory.
+The kernels of the ranks write to the memory of their peers, which takes less time than a collective. If a kernel computes the operand of a
+reduce_scatter, this kernel stores each block in the memory of the rank that receives it. A kernel occupies the device while it waits for
+other ranks. Programs that communicate on separate streams therefore keep their collectives. So do programs with signals, with a stated
+transport, or without access to peer memory.
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dataclasses import replace
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined, launched
@@ -72,7 +74,10 @@ class _Reducing:
             # a result must not share memory with the term, because other threads may still send parts of the term
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
-                edits[end.number] = self.chosen(place, i, launch, end, most)
+                producer = self.sending(place, i, end)
+                if producer:
+                    edits[producer.number] = ()
+                edits[end.number] = self.chosen(place, i, launch, end, most, producer)
         body = tree.eliminate_dead_code(tree.edited(self.given.body, edits))
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
@@ -106,20 +111,43 @@ class _Reducing:
         are_small = all({*size.factors} <= {*most.factors} and size.coefficient <= most.coefficient * size.divisor for size in sizes)
         return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
+    def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
+        """The launch that stores the term of a reduce_scatter, if it may store each block in the memory of the rank that receives it.
+
+        It directly precedes the reduce_scatter, and no other instruction accesses the term. A kernel may store a vector along the innermost
+        dim, so blocks consist of rows.
+        """
+        touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
+        if len(touches) != 2 or not i.sends_blocks or not self.uses.is_whole(i.src) or touches[0].body is not place.body:
+            return None
+        producer, rows = touches[0], self.uses.types[i.src].shape
+        kernels = [self.kernels[name] for name in tree.names(producer.instruction, "launch") if name in self.kernels]
+        later = self.uses.places[producer.number + 1 : end.number]
+        is_next = not any(p.instruction.calls for p in later if p.number < place.number)
+        if not kernels or len(kernels[0].results) > 1 or kernels[0].exchanges or not is_next:
+            return None
+        moves = not self.uses.conflict([producer.instruction], [p.instruction for p in later if p is not place])
+        has_rows = len(rows) > 1 and rows[-1] == kernels[0].results[0].type.shape[-1]
+        return producer if moves and has_rows and not any(OPS[op.kind].lane or OPS[op.kind].updates for op in kernels[0].ops) else None
+
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
         same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)
         name = same or unique_name(name, self.kernels)
         self.kernels[name] = replace(kernel, name=name)
         return replace(launch, kernel=name)
 
-    def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
-        few = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
+    def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int, producer: Place | None) -> tree.Body:
+        """The exchange, the collective, or a condition that chooses between them. Also launches the producer if it sends the term."""
+        few: tree.Body = (IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location),)
+        many: tree.Body = (i,) if end is place else (i, end.instruction)
+        if producer:
+            few, many = (replace(producer.instruction, sent_on=i.channel), *few), (producer.instruction, *many)  # type: ignore[call-arg]
         size = product(self.uses.types[_block(i)].shape)
         if size.is_int:
             return few
         (name,) = (factor for factor in size.factors if isinstance(factor, str))
         condition = Binary("<=", Symbol(name), Const(most // size.coefficient))
-        return ir.If(condition, (few,), (i,) if end is place else (i, end.instruction), location=i.location)
+        return (ir.If(condition, few, many, location=i.location),)
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
