@@ -117,6 +117,22 @@ def test_memory_of_compiled_programs_is_shared(training: bool) -> None:
     compare(CASES["a view of a result"], 1, training, 0)
 
 
+def written_buffer(m: Any, y: Any, _: Any) -> Any:
+    m.buffer.add_(1)
+    return y, m.buffer[1:]
+
+
+def written_argument(_: Any, y: Any, x: Any) -> Any:
+    x.mul_(2)
+    return y, x[1:]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("function", "training"), [(written_buffer, False), (written_buffer, True), (written_argument, False)])
+def test_a_view_of_a_tensor_that_the_module_writes_to(function: Callable[..., Any], training: bool) -> None:
+    compare(function, 1, training, 0, -1)
+
+
 class Sized(nn.Module):
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.view(rows.item(), -1)

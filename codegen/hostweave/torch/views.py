@@ -25,8 +25,8 @@ def shared_results(graph: Any) -> dict[Node, Node]:
     """
     results = dict.fromkeys(node for node in graph.of_module if isinstance(node, Node) and not is_complex(node))
     bases = {node: base for node in results if (base := _base(graph, node)) is not None}
-    counts = Counter(bases.values())
-    return {node: base for node, base in bases.items() if base.op == "placeholder" or base in results or counts[base] > 1}
+    counts, kept = Counter(bases.values()), {*results, *graph.written.values()}
+    return {node: base for node, base in bases.items() if base.op == "placeholder" or base in kept or counts[base] > 1}
 
 
 def _base(graph: Any, node: Node) -> Node | None:
