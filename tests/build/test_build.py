@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from forked import Forked
 
 import hostweave as hw
 from hostweave.base.errors import BuildError
@@ -287,7 +288,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
         "x = np.ones((4, 2), np.float32)\n"
         "assert (hw.compile(doubled).run(x=x) == 2).all()\n"
     )
-    processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(4)]
+    processes = [Forked([sys.executable, str(script)]) for _ in range(4)]
     assert [process.wait() for process in processes] == [0] * 4
     entries = [entry.path.relative_to(empty_cache).as_posix().rsplit("-", 1)[0] for entry in cache.entries()]
     assert entries == ["doubled", "objects/kernels.cu", "objects/module.cpp"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import Forked
 
 from hostweave import base
 from hostweave.base.errors import BuildError
@@ -91,7 +92,7 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
     )
     made = tmp_path / "made"
     environment = {**os.environ, "MADE": str(made)}
-    processes = [subprocess.Popen([sys.executable, str(script)], env=environment) for _ in range(8)]
+    processes = [Forked([sys.executable, str(script)], env=environment) for _ in range(8)]
     assert [process.wait() for process in processes] == [0] * 8
     assert made.read_text() == "made\n"
     assert [entry.path.name for entry in cache.entries()] == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ DTYPES = {
     "i8": np.int8,
     "u8": np.uint8,
 }
+SHARED = 8  # number of ops in a kernel of ops of the op table
 ODD = {"M": 6, "N": 70, "K": 5}  # scalar access
 EVEN = {"M": 8, "N": 64, "K": 4}  # vector access, if arrays are aligned to 16 bytes
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
@@ -116,14 +118,19 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Host program in which each case is a separate kernel on the caller's stream."""
-    kernels, outputs, launches = [], [], []
-    types = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}
+    """Host program with a kernel per case on the caller's stream. Ops of the op table share kernels, which compile faster."""
+    types, table = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}, of_table(dtype)
+    in_table = sorted(table, key=table.__getitem__)  # sorted by the dtype of the result
+    in_kernel: dict[str, list[Case]] = {}
     for case in cases:
-        used = [name for name in types if f"%{name}," in case.op or f"%{name})" in case.op]
-        kernels.append(f"kernel @k_{case.name}({', '.join(f'%{name}: {types[name]}' for name in used)}) {{\n{case.op}\n}}")
-        outputs.append(f"%y_{case.name}: {case.op.splitlines()[-1].split(' = ')[0].removeprefix('%y: ')}")
-        launches.append(f"launch @k_{case.name} {', '.join('%' + name for name in used)} -> %y_{case.name}")
+        in_kernel.setdefault(f"table_{in_table.index(case.name) // SHARED}" if case.name in table else case.name, []).append(case)
+    kernels, launches = [], []
+    for name, members in in_kernel.items():
+        ops = "\n".join(case.op.replace("%y:", f"%y_{case.name}:") for case in members)
+        used, results = [name for name in types if re.search(rf"%{name}\b", ops)], ", ".join(f"%y_{case.name}" for case in members)
+        kernels.append(f"kernel @k_{name}({', '.join(f'%{name}: {types[name]}' for name in used)}) {{\n{ops}\nreturn {results}\n}}")
+        launches.append(f"launch @k_{name} {', '.join('%' + name for name in used)} -> {results}")
+    outputs = [f"%y_{case.name}: {case.op.splitlines()[-1].split(' = ')[0].removeprefix('%y: ')}" for case in cases]
     inputs = ", ".join(f"%{name}: {type}" for name, type in types.items())
     return HostProgram.parse("\n".join([*kernels, f"host @kernels({inputs}) -> ({', '.join(outputs)}) mesh() {{", *launches, "}"]))
 
