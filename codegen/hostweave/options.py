@@ -35,7 +35,7 @@ class Options:
       figures, those of H100 or H200 are used, by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` says so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
-    - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), which is several times faster, and accumulate in f32.
+    - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.
       The CPU target does not round.
     - `transport`: how ranks transfer data.
       - two_sided: collectives, sends and recvs of the communication library.
