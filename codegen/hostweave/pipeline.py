@@ -207,7 +207,6 @@ def level_of(stage: str) -> str:
 
 
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
-    """Invariants that hold for the host IR after this pass."""
     at = _STAGES.index(stage)
     number = {name: at for at, name in enumerate(_STAGES)}
     return [

@@ -179,7 +179,6 @@ def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
 
 @per_kind
 def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
-    """Defaults of the optional fields."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
@@ -191,7 +190,6 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
 
 @per_kind
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Fields with a wanted role, or with a role that implies a wanted role."""
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 

@@ -120,7 +120,6 @@ class Loops:
 
     @property
     def sums_terms(self) -> bool:
-        """True if the kernel begins with a collective."""
         return self.kernel.exchanges is not None
 
     @property
@@ -299,7 +298,6 @@ def stored(result: str) -> str:
 
 
 def gathers_in_order(op: Op) -> bool:
-    """True if an op gathers at an index that it computes from loop indices."""
     return OPS[op.kind].gathers and len(op.tensors) == 1
 
 

@@ -71,7 +71,6 @@ class FallibleGroup:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Fails the group on all ranks if the code in the `with` block raises."""
         try:
             yield
         except BaseException as error:

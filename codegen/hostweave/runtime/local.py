@@ -227,7 +227,6 @@ class LocalProgram:
     def _call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
-        """Makes a call. Returns the checked call, the new outputs, and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:
@@ -386,7 +385,6 @@ class LocalProgram:
         return result, signatures
 
     def _fail_group(self, interruption: BaseException) -> None:
-        """Fails the group if other ranks may wait for this rank."""
         if self._group.count > 1:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 

@@ -40,7 +40,6 @@ class RankPosition:
     begun: list[tuple[str, list[int], int]] = field(default_factory=list)  # (channel, ranks of the group, begun collectives)
 
     def has_reached(self, rank: int, call: int, stream: dict[str, Any]) -> bool:
-        """True if this rank has reached the communication for which a stream of `rank` waits, in the same call."""
         if self.call != call:
             return self.done >= call
         if stream["edge"] == "collective":

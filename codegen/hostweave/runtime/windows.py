@@ -78,8 +78,6 @@ class _HostBytes:
 
 
 class Windows:
-    """The window arrays of one rank of a group."""
-
     def __init__(self) -> None:
         self.allocated = 0  # number of arrays that were allocated; the same on all ranks
         self._addresses: list[int] = []  # addresses of the window memory in use, sorted
@@ -128,7 +126,6 @@ class Windows:
 
 
 def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPosition, ...]:
-    """Positions of the arguments that a program declares to be in windows."""
     places, remedy = [], "pass an array of group.empty"
     addresses = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):

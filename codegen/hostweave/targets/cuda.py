@@ -147,7 +147,6 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _figures() -> str:
-    """Text that names the source of the cost model's figures on this machine."""
     gpus = cuda.gpus()
     try:
         measured = figures.measured(gpus)

@@ -104,7 +104,6 @@ def _nothing(operation: Operation, machine: Machine) -> Work:
 
 
 def _kernel(operation: Operation, machine: Machine) -> Work:
-    """Work of reading and writing all operands at memory bandwidth."""
     return Work(machine.launch + _bytes_moved(operation) / machine.memory, "multiprocessors")
 
 
@@ -153,7 +152,6 @@ def _collective(operation: Operation, machine: Machine) -> Work:
 
 
 def _rooted(operation: Operation, machine: Machine) -> Work:
-    """Work of a broadcast, reduce, gather or scatter."""
     i: Any = operation.instruction
     size, ranks = max((_bytes(access) for access in operation.accesses), default=0), len(operation.process_group)
     is_root = operation.peer == operation.rank

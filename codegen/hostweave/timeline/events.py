@@ -138,7 +138,6 @@ class Timeline:
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
-    """Intervals in which at least one of the events runs, in order."""
     spans: list[Interval] = []
     for start, end in sorted((event.start, event.end) for event in events):
         if spans and start <= spans[-1][1]:

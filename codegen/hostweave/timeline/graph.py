@@ -29,8 +29,6 @@ class GraphRow:
 
 @dataclass(frozen=True)
 class OpGraph:
-    """Rows of a fusion and of the functions that it calls."""
-
     rows: tuple[GraphRow, ...]
     axes: tuple[str, ...]
 

@@ -295,7 +295,6 @@ class _Choice:
     # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
-        """All ops with their streams. The members of a loop move next to the streamed op."""
         moved = {member.name for members in self.joined.values() for member in members}
         for op in self.ops:
             if op.result.name not in moved:
