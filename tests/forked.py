@@ -59,7 +59,8 @@ def run(args: list[str], timeout: float, **options: Any) -> subprocess.Completed
 def _server() -> socket.socket:
     """Starts the server, which ends when this process closes the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])}
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}  # NumPy starts no threads, so forks are safe
     with theirs:
         theirs.set_inheritable(True)
         os.posix_spawn(sys.executable, [sys.executable, __file__, str(theirs.fileno())], environment, setsid=True)
