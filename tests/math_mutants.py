@@ -142,7 +142,7 @@ def _next_rank(expr: Expr, mesh: Mesh) -> Expr:
     match expr:
         case Binary(op, left, right):
             return Binary(op, _next_rank(left, mesh), _next_rank(right, mesh))
-        case Coordinate(axis) if axis in mesh.axes:
+        case Coordinate(axis) if axis in dict(mesh.axes):
             return Binary("%", Binary("+", expr, Const(1)), Const(mesh.size_of((axis,))))
         case Rank():
             return Binary("%", Binary("+", expr, Const(1)), Const(mesh.size))
