@@ -73,8 +73,8 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
-            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # impossible at these sizes
-                return False
+            if re.search(r"zigzag|is not an int|expected a size, found '-'|indices go from 0 to -1", str(error)):
+                return False  # the fusion is impossible at these sizes
             raise
         if made is None:
             return False
