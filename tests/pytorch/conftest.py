@@ -10,21 +10,6 @@ import pytest
 _EXPORTED: dict[Any, Any] = {}  # exports of modules that several tests use, with the same inputs, with and without training
 
 
-_COMPOSITE: dict[int, Any] = {}  # composite ops, by the number of registered ops
-
-
-class _IsCallable(type):
-    def __getitem__(cls, of: object) -> _IsCallable:
-        return cls
-
-    def __instancecheck__(cls, one: object) -> bool:
-        return callable(one)
-
-
-class _Callable(metaclass=_IsCallable):
-    """Stands for Callable in annotations of torch."""
-
-
 @pytest.fixture
 def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import hostweave.torch
@@ -97,24 +82,3 @@ def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         import hostweave.torch
 
         monkeypatch.setattr(hostweave.torch.programs, "vary", lambda *_: False)
-
-
-@pytest.fixture(autouse=True)
-def composite_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves the time of torch.export for a small graph. For each graph, torch.export collects all composite ops, and registers thousands
-    of functions for them. With this fixture, torch.export collects the ops only if there are new ops, and does not evaluate annotations."""
-    if "torch" not in sys.modules:
-        return
-    import torch
-    from torch.export import exported_program
-
-    collect = exported_program._collect_all_valid_cia_ops
-
-    def collected() -> Any:
-        key = len(torch._C._dispatch_get_all_op_names())
-        if key not in _COMPOSITE:
-            _COMPOSITE[key] = collect()
-        return _COMPOSITE[key]
-
-    monkeypatch.setattr(exported_program, "_collect_all_valid_cia_ops", collected)
-    monkeypatch.setattr(torch._ops, "Callable", _Callable)

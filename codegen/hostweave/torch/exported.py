@@ -19,7 +19,7 @@ from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.autograd.function import _SingleLevelFunction
-from torch.export import ExportedProgram, default_decompositions, export
+from torch.export import ExportedProgram, default_decompositions, export, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -185,14 +185,17 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
         tensors.update(renamed)
 
 
-def _refuse_gradients(*_: Any, **__: Any) -> None:
-    why = "forward computes gradients, which is not compiled"
-    raise ProgramError(f"{why}; compute them outside of the module, or use torch.func.jvp", Location.of_caller(_TORCH))
+def _refused(why: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise ProgramError(why, Location.of_caller(_TORCH))
+
+    return call
 
 
-def _refuse_seed(*_: Any) -> None:
-    why = "forward calls torch.manual_seed, which a program cannot repeat in each call"
-    raise ProgramError(f"{why}; call it before the module: programs get their seeds from torch's generator", Location.of_caller(_TORCH))
+_GRADIENTS = "forward computes gradients, which is not compiled; compute them outside of the module, or use torch.func.jvp"
+_HOOK = "a hook is not compiled, so gradients would be wrong; express it with tensors and detach()"
+_SEED = """forward calls torch.manual_seed, which a program cannot repeat in each call; call it before the module: programs get their \
+seeds from torch's generator"""
 
 
 def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:
@@ -210,10 +213,10 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
     - Functions that programs do not support raise ProgramError, or call supported functions.
     - Modules of transformers use scans, triangular solvers and scaled matmuls, instead of loops over elements and Triton kernels.
     - Torch logs no errors, and does not print the graph of a module that fails.
-    - Torch looks up composite ops once, instead of once for each namespace in each export.
+    - Torch collects composite ops once, replaces few of them, and records few lines of torch. So an export takes half the time.
     """
-    yield from ((torch, "manual_seed", _refuse_seed), (torch.Tensor, "random_", _randomize))
-    yield from ((torch.autograd, name, _refuse_gradients) for name in ("grad", "backward"))
+    yield from ((torch, "manual_seed", _refused(_SEED)), (torch.Tensor, "random_", _randomize))
+    yield from ((torch.autograd, name, _refused(_GRADIENTS)) for name in ("grad", "backward"))
     yield from quantized_linears(module)
     yield import_module("torch._higher_order_ops.associative_scan"), "associative_scan", associative_scan
     for name in {type(part).__module__ for part in module.modules()}:
@@ -224,7 +227,9 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
     for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
         yield logging.getLogger(name), "isEnabledFor", lambda _: False
     yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports this module at the first export
-    yield torch._export.utils, _MATERIALIZE, _materialize_once
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    yield exported_program, _collect.__name__, partial(_collect_once, *registered)
+    yield from ((exported_program, _override.__name__, _override_few), (torch.utils._traceback, _lines.__name__, _lines_of_user))
 
 
 def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -253,17 +258,18 @@ def _line_of(error: Exception) -> Location | None:
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
-_MATERIALIZE = "_materialize_cpp_cia_ops"
-_materialize = getattr(torch._export.utils, _MATERIALIZE, lambda: None)
-_materialized: list[str] = []  # composite ops that were added to torch.ops
+_collect, _override = exported_program._collect_all_valid_cia_ops, exported_program._override_composite_implicit_decomp
+_lines, _collect_once = torch.utils._traceback._extract_symbolized_tb, cache(lambda *registered: _collect())
 
 
-def _materialize_once() -> None:
-    """Adds composite ops that are implemented in C++ to torch.ops. Does so only if ops were registered since the last call."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    if registered != _materialized:
-        _materialize()
-        _materialized[:] = registered
+def _override_few(rules: Mapping[Any, Any]) -> Any:
+    """Replaces only composite ops with rules that are not torch's own implementations."""
+    return _override({op: rule for op, rule in rules.items() if not (isinstance(rule, partial) and rule.keywords.get("kernel") is op)})
+
+
+def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
+    """Returns the lines outside of torch, and torch's calls of modules, which torch looks for."""
+    return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(_TORCH)], 0)
 
 
 @cache
@@ -297,13 +303,6 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
 
-    def refused(what: str) -> Callable[..., Any]:
-        def call(*_: Any, **__: Any) -> Any:
-            why = f"{what} is not compiled, so gradients would be wrong"
-            raise ProgramError(f"{why}; express it with tensors and detach()", Location.of_caller(_TORCH))
-
-        return call
-
     thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +316,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     # Function.apply calls this method, even if the user has stored apply under another name before.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
-        replaced((torch.Tensor, "register_hook", refused("a hook"))),
+        replaced((torch.Tensor, "register_hook", _refused(_HOOK))),
     ):
         yield
 
