@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hostweave.torch.caches import requests  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
+shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # in one worker, which compiles them once
 OF_ALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -83,40 +85,26 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
         assert ("4@tp" in decode.fusion_ir) == (ranks > 1)
 
 
+@cache
+def small_llama(ranks: int) -> tuple[Any, Any]:
+    """A module, and this module compiled. Tests share them, because compiling the programs takes most of their time."""
+    module = model_of("Llama", num_hidden_layers=2)
+    plan = plan_of(module) if ranks > 1 else {}
+    return module, hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, {"input_ids": torch.ones(2, 9).long(), "use_cache": False})
+
+
+@shares_programs
 def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some heads of the cache, and launches a graph for each token after the second.
+    """Each rank has some heads of the cache, and launches a graph for each token after the second. The same graph is launched also after
+    later prompts. A cache that the caller still refers to does not change.
 
     For the same random seed, the sampled tokens equal those of the module.
     """
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
-    module = model_of("Llama", num_hidden_layers=2)
-    ids = torch.randint(3, VOCABULARY, (2, 9))
-    wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
-    threads = hw.Threads(2)
-
-    def rank_main(rank: int) -> Any:
-        hw.init(threads)
-        return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-
-    # This loop precedes the `model.generate` below, so that the programs are first compiled in a rank, with its blocks of the cache.
-    for got in threads.run(rank_main):
-        assert torch.equal(got.sequences, wanted)
-    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # prefill makes the first token, capture the second
-    settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
-    torch.manual_seed(1)
-    drawn = model.generate(ids, **settings)
-    torch.manual_seed(1)
-    assert torch.equal(drawn, module.generate(ids, **settings))
-
-
-def test_graphs_of_tokens() -> None:
-    """The same graph is launched for all tokens, also after later prompts. A cache that the caller still refers to does not change."""
-    module = model_of("Llama", num_hidden_layers=2)
+    module, model = small_llama(2)
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": first, "use_cache": False})
     threads, both = hw.Threads(2), threading.Barrier(2, timeout=60)
 
     def rank_main(rank: int) -> Any:
@@ -127,6 +115,7 @@ def test_graphs_of_tokens() -> None:
             graphs.append(model.generation._ranks[rank].graph)
             both.wait()  # because a garbage collection during another garbage collection does nothing
             if rank == 0:
+                assert len(replays) == 2 * (6 if prompt is first else 13)  # prefill makes the first token, capture the second one
                 gc.collect()  # frees reference cycles of the compilation, which keep the cache
             both.wait()
         assert graphs[0] is graphs[1]
@@ -139,18 +128,24 @@ def test_graphs_of_tokens() -> None:
         found.append(model.generate(first[:1], **settings)["logits"])
         return found
 
+    # The ranks run before the `model.generate` below, so that the programs are first compiled in a rank, with its blocks of the cache.
     ways = threads.run(rank_main)
     for place, prompt in enumerate((first, second, second, first[:1])):
         wanted = module.generate(prompt, **settings)["logits"]
         for found in ways:
             torch.testing.assert_close(found[place], wanted)
+    sampled = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
+    torch.manual_seed(1)
+    drawn = model.generate(second, **sampled)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, module.generate(second, **sampled))
 
 
+@shares_programs
 def test_caches_of_the_user() -> None:
     """If a cache is passed, the call appends tokens to the cache, as the module does."""
-    module = model_of("Llama", num_hidden_layers=2)
+    module, model = small_llama(1)
     ids = torch.randint(3, VOCABULARY, (1, 6))
-    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
     found = []
     for one in (model, module):
         cache = transformers.StaticCache(config=module.config, max_cache_len=64)
@@ -188,10 +183,10 @@ def test_another_thread_does_not_compile() -> None:
     assert found == [(True, False)]
 
 
+@shares_programs
 def test_refusals() -> None:
-    module = model_of("Llama", num_hidden_layers=2)
+    module, model = small_llama(1)
     ids = torch.ones(1, 4).long()
-    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
     for wrong in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
         with pytest.raises(ArgumentError, match="programs write to a static cache; omit use_cache and cache_implementation"):
             model.generate(ids, **wrong)
@@ -212,16 +207,16 @@ class _Done:
         pass
 
 
+@shares_programs
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, transformers checks one step late whether greedy sequences ended, and undoes the last step. The test makes transformers do
     this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
         pytest.skip("this version of transformers waits for each token")
-    module = model_of("Llama", num_hidden_layers=2)
+    module, model = small_llama(2)
     ids = torch.randint(3, VOCABULARY, (2, 9))
     token = int(module.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)[0, -3])
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
     model.generate(ids[:1], max_new_tokens=2, do_sample=False)
     chosen, decide = list[bool](), utils.DeferredStopCheck.is_supported
 
