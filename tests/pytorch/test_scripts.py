@@ -68,6 +68,14 @@ def by_torchrun(place: str, ranks: int, script: str | Path, *arguments: str | Pa
     return printed(place, ranks, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / script, *arguments)
 
 
+def in_processes(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -> list[str]:
+    """Lines that a script prints in one process per rank. CPU processes have torchrun's variables."""
+    if place == "cuda":
+        return by_torchrun(place, ranks, script, *arguments)
+    port = free_port()
+    return forked(folder, [as_rank(rank, ranks, port) | {"TORCHELASTIC_RUN_ID": "none"} for rank in range(ranks)], script, *arguments)
+
+
 def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -> list[str]:
     """Lines that a script prints if one process runs all ranks."""
     return forked(folder, [{}], script, *arguments) if place == "cpu" else printed(place, ranks, script, *arguments)
@@ -82,11 +90,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
     ],
 )
 def test_processes_compute_and_train_models(place: str, ranks: int, names: list[str], tmp_path: Path) -> None:
-    if place == "cpu":
-        port = free_port()
-        lines = forked(tmp_path, [as_rank(rank, ranks, port) for rank in range(ranks)], HERE / "model_process.py", *names)
-    else:
-        lines = by_torchrun(place, ranks, "model_process.py", *names)
+    lines = in_processes(place, ranks, tmp_path, HERE / "model_process.py", *names)
     assert [line for line in lines if line.endswith("is right")] == [f"{name} is right" for name in names]
 
 
@@ -120,7 +124,7 @@ def test_the_gpt_of_the_examples_learns(place: str, tmp_path: Path) -> None:
 @everywhere
 def test_the_gpt_of_the_examples_learns_the_same_in_processes(place: str, tmp_path: Path) -> None:
     script, arguments = EXAMPLES / "torch_train.py", ("--dp", "2", "--tp", "1", "--steps", "3")
-    assert by_torchrun(place, 2, script, *arguments) == alone(place, 2, tmp_path, script, *arguments)
+    assert in_processes(place, 2, tmp_path, script, *arguments) == alone(place, 2, tmp_path, script, *arguments)
 
 
 @pytest.mark.parametrize("example", ["torch_llama.py", "torch_train.py"])
