@@ -271,7 +271,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%a: f32[M] = call @b(%x)\n  %y: f32[M] = output @b(%a, index=1)"): (
         ProgramError,
-        "text:7: output: @b has no result 1; it returns 1",
+        "text:7: output: @b has no output 1; use the value of the call",
     ),
     calling("%a: f32[M] = negative(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,

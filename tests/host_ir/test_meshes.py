@@ -333,7 +333,7 @@ def with_kernel(takes: str, gives: str) -> str:
         ("f32[M@q] on mesh(q=2 of ranks 7, 8)", "f32[M]", "has no rank 7|@k takes .* on mesh"),
         ("f32[M@r] on mesh(q=2 of ranks 0, 1)", "f32[M]", "no axis r in|@k takes .* on mesh"),
         ("f32[M] on mesh(q=2 of ranks 0, 1)", "f32[M]", "@k takes .* on mesh"),
-        ("f32[M]", "f32[M@q] on mesh(q=2 of ranks 7, 8)", "has no rank 7|@k gives .*; leave out on mesh"),
+        ("f32[M]", "f32[M@q] on mesh(q=2 of ranks 7, 8)", "has no rank 7|@k gives .*; remove .on mesh"),
         ("f32[M]", "f32[M] on mesh(q=2 of ranks 0, 1)", "@k gives .* on mesh"),
         ("f32[M@z]", "f32[M]", "no axis '?z'? in|has no axis 'z'"),
         ("f32[M]", "f32[M@z]", "no axis '?z'? in|has no axis 'z'"),

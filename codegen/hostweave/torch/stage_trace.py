@@ -23,7 +23,7 @@ from hostweave.types.tensor import TensorType
 
 
 def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any], microbatches: int) -> torch.Tensor:
-    """Example of a stage's argument, for one micro-batch."""
+    """Example tensor for an argument of a stage, for one micro-batch."""
     if source.stage is None:
         first: torch.Tensor = examples[source.number].detach().chunk(microbatches)[0]
         return first
@@ -49,7 +49,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """Returns a stage with its functions, the number of rows of a micro-batch, and the mesh axes that shard these rows."""
+    """Returns the stage, and `rows`: the number of rows of a micro-batch, and the mesh axes that shard these rows."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -69,7 +69,7 @@ def traced_stage(
         raise ProgramError(f"{HERE}: {why}; use a module without such state, such as LayerNorm for BatchNorm")
     if outer.seeds is not None:
         why = f"stage {number} draws random numbers, as dropout does, which is not supported in a pipeline"
-        raise ProgramError(f"{HERE}: {why}; set its probability to 0, or pass the numbers as an input")
+        raise ProgramError(f"{HERE}: {why}; set the dropout probability to 0, or pass the random numbers as an input")
     expect_unchecked(outer, f"a pipeline, in stage {number}")
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
     name = f"stage_{number}"
@@ -105,10 +105,10 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Half of a backward pass, which computes the wanted gradients: the first half if `before` is empty, otherwise the second half.
+    """Returns one half of a backward pass, as a graph of the wanted gradients.
 
-    The first half also computes values that the second half needs. `before` has the types of these values. The result contains the names of
-    these values.
+    The first half, for which `before` is empty, also computes values that the second half needs. Their names are the second result. The
+    second half takes these values as arguments, and `before` has their types. Its second result is empty.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

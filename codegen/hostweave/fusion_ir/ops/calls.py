@@ -36,15 +36,15 @@ def carried_by(op: Op) -> dict[int, int]:
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Lagged operand of a repeat -> operand that replaces it in call 0."""
+    """Operand of which call i of a repeat reads tensor i - 1 -> operand that replaces it in call 0."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of the result at `index` of a call or a repeat. After the results of the function, a repeat has a stack of the values of each
-    operand, then of each result."""
+    """Type of the result at `index` of a call or a repeat. The results of a repeat are those of the function, then a stack for each carried
+    operand, then a stack for each returned result."""
     assert op.callee is not None
     types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
@@ -62,10 +62,11 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Type of the first result of a repeat, which calls a function `depth` times. Call i gets tensor i of each operand in `each`.
+    """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
 
-    Operands in `carried` are results of the previous call. For an operand in `lagged`, call i gets tensor i - 1 of the stack or group. Call
-    0 gets an additional operand from the end of the operand list.
+    For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, it gets tensor i - 1, and call 0 gets
+    a replacement from the end of the operand list. An operand in `carried` is for the first call. Each later call gets a result of the
+    previous call.
     """
     function = op.callee
     assert function is not None
@@ -82,8 +83,8 @@ def _repeat(types: Types, op: Op) -> TensorType:
         or not {*op[RETURNED]} <= {*results}
     ):
         raise Mismatch(
-            f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; "
-            "each=, lagged=, carried= and returned= must name a tensor at most once"
+            f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; pass {len(operands) + len(op[LAGGED])}, "
+            "name each operand at most once in each=, lagged= and carried=, and name existing results in returned="
         )
     taken = [*function.inputs, *(function.inputs[at] for at in op[LAGGED])]
     for value, wanted, given in zip(taken, _taken_types(op), types, strict=True):
@@ -105,7 +106,7 @@ def _kernel(types: Types, op: Op) -> TensorType:
         if (given.dtype, given.shape, given.mesh) != (wanted.dtype, wanted.shape, wanted.mesh):
             raise Mismatch(f"@{kernel.name} takes {wanted}, not {given}; only the mesh axes may differ")
     if placed := next((type for type in kernel.outputs if type.mesh), None):
-        raise Mismatch(f"@{kernel.name} gives {placed}: outputs are on the mesh of the kernel's inputs; leave out on {placed.mesh}")
+        raise Mismatch(f'@{kernel.name} gives {placed}: outputs are on the mesh of the kernel\'s inputs; remove "on {placed.mesh}"')
     return unsharded(kernel.outputs[0])
 
 
@@ -114,7 +115,8 @@ def _output(types: Types, op: Op) -> TensorType:
         index, most = op[INDEX], len(op.callee.outputs)
         most += len(op.callee.inputs) + most if op[DEPTH] != Size(0) else 0
         if not 0 < index < most:
-            raise Mismatch(f"@{op.callee.name} has no result {index}; it returns {most}")
+            remedy = f"use 1 to {most - 1}" if most > 1 else "use the value of the call"
+            raise Mismatch(f"@{op.callee.name} has no output {index}; {remedy}")
         return unsharded(result_type(op, index))
     return unsharded(op.result.type)
 
