@@ -1,7 +1,7 @@
 """Makes mutants of host programs, each with one mathematical error: a wrong shard, slice, order, reduction, scale, operand, addend,
 epilogue or condition.
 
-`mutants(host)` returns all mutants. `judge` returns a verdict: detected by the check of results, equal in f64, rejected earlier, or missed.
+`mutants(host)` returns all mutants. `Subject.judge` returns the verdict on a mutant. docs/check-tests.md explains the verdicts.
 `python tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. `60 training`
 judges mutants of training programs, which need PyTorch. `22 others 3 8` judges every eighth program, starting with number 3.
 """
@@ -38,7 +38,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
-Mutant = tuple[str, str, HostProgram]  # kind, place and program
+Mutant = tuple[str, str, HostProgram]  # kind of the error, its position, and the program
 
 OTHER_REDUCTION = {"sum": "max", "max": "sum", "min": "max", "prod": "sum", "avg": "sum", "and": "or", "or": "and", "xor": "or"}
 OTHER_OP = {
@@ -153,7 +153,7 @@ RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_at
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:
-    """Yields programs in which one instruction is changed, reads another buffer, or is missing."""
+    """Yields mutants of instructions: one is changed, reads another buffer or is missing, or two have swapped operands."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         types = ir.buffer_types(part)
@@ -176,7 +176,7 @@ def of_instructions(host: HostProgram) -> Iterator[Mutant]:
 
 
 def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields the instruction with two operands of the same type swapped, or with an older buffer of the same type as operand."""
+    """Yields the instruction with two operands of the same type swapped, or with another buffer of the same type as operand."""
     reads = [name for name in tree.names(i, "read") if name in types]
     if tree.bodies(i) or not (i.work or isinstance(i, ir.Communication | ir.Call)):
         return
@@ -190,7 +190,7 @@ def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterat
 
 
 def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
-    """Yields programs in which two instructions of the same kind, such as calls of two layers, have swapped their operands."""
+    """Yields mutants in which two instructions of the same kind, such as calls of two layers, have swapped one operand."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for number, i in enumerate(walked):
         if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):
@@ -235,7 +235,7 @@ def _other_ops(op: Op) -> Iterator[tuple[str, Op]]:
 
 
 def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]]]:
-    """Returns the kind of the error, its position and the program of each mutant."""
+    """Returns each mutant: the kind of its error, the position, and a function that makes its program."""
     return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
 
 
@@ -247,7 +247,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Subject:
-    """A fusion, its host program, and its results at the sizes of the check and at other sizes."""
+    """A fusion, its host program, and its expected results at the sizes of the check and at larger sizes."""
 
     name: str
     fusion: Fusion
@@ -259,7 +259,7 @@ class Subject:
 
     @cached_property
     def at(self) -> dict[tuple[tuple[str, int], ...], Expected]:
-        """Results at the sizes of the check, at which all mutants are executed."""
+        """Expected results at the sizes of the check, without sizes at which the program has too many elements."""
         return {
             tuple(at.items()): Expected(self.fusion, at)
             for at in sizes_to_check(self.host, NEAR_FACTOR)
@@ -268,12 +268,12 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Expected]:
-        """Results at larger sizes and with more seeds, which are compared only in f64."""
+        """Expected results of the comparison in f64: those of `at`, and those of more seeds at larger sizes."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it."""
+        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it, or making or executing it fails."""
         try:
             mutant = made()
             verify_host(mutant)

@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. Each part declares only the kernels, events and
-    uneven sizes that its body or an earlier function needs."""
+    """Every function as a separate program, callees before callers, then the main program. A part declares only the kernels and uneven
+    sizes that it needs itself, and the events that it or an earlier function needs."""
     if not program.functions:
         return (program,)
     parts = [
@@ -61,8 +61,8 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`. Equal kernels are merged, and different kernels and events with equal names are renamed. A pool of streams gets
-    the largest size that a part needs."""
+    """Inverse of `bodies`. Equal kernels are merged. Different kernels with the same name are renamed, and so are event pools. A pool of
+    streams gets the largest size that a part needs. If there are several parts, channels without a use are removed."""
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -104,7 +104,7 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 
 @ir.analysis
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines all calls, for analyses of one body.
+    """Inlines all calls, for analyses that read only the main body.
 
     Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that the function does not free is deallocated
     after each call, so that the next call can reuse it. Arguments replace parameters. If the function has donated inputs, its inputs become

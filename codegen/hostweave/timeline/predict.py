@@ -1,4 +1,4 @@
-"""Predicts the timeline of a host program by simulating its operations at given sizes, from the figures of a machine."""
+"""Predicts the timeline of a host program by simulating its operations at given sizes, from the speeds of a machine."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
+"""Cost model: predicts the time of ops and chunk loops on one rank, from the speeds of a machine.
 
 A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Attention takes the time of its
 matmuls, or the time to move its operands and results. Pointwise ops and reductions take the time to read their operands and to write their

@@ -1,4 +1,4 @@
-"""Figures of a machine for the cost model: speed of the GPUs and of the links between them."""
+"""Machines of the cost model: speeds of the GPUs and of the links between them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of one kind of GPU and its links, which `hostweave calibrate` measures and writes as JSON.
+    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures them, and writes them as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
     operations at `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks

@@ -6,7 +6,7 @@
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
 with `%y: bf16[M, 50257]`. If the contracted dim is split, the aligned matmul adds to the result of the other matmul. Matmuls are split only
-if that saves time according to the figures of the machine. Matmuls with rows that do not start at multiples of 16 bytes are skipped.
+if that is predicted to save time. Matmuls with rows that do not start at multiples of 16 bytes are skipped.
 `widen_rows` aligns most rows before.
 """
 
