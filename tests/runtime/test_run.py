@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError, ProgramError
@@ -337,7 +338,8 @@ def test_libraries_that_others_have_loaded_are_not_mistaken_for_the_cpu_device(t
         f"program = hw.compile(hw.Fusion.parse({str(ag_matmul)!r}))\n"
         "assert (program.run(x=np.ones((4, 2), np.float32), w=np.ones((2, 3), np.float32)) == 2).all()\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    done = run([sys.executable, "-c", script], timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_process_ends_cleanly_with_programs_open() -> None:
