@@ -359,3 +359,24 @@ def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> Non
     model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
     with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):
         copied(model)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_tied_parameter_that_is_replaced_in_one_module(name: str) -> None:
+    """The program reads the shared tensor once, for both modules."""
+    module = nn.Sequential()
+    module.first, module.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    module.second.weight = module.first.weight
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    module.get_submodule(name).weight = nn.Parameter(torch.zeros(8, 8))
+    with torch.no_grad(), pytest.raises(ArgumentError, match="weight was replaced after compilation; compile again"):
+        model(X)
+
+
+def test_a_first_call_in_inference_mode() -> None:
+    """The first call copies the blocks of columns, and later calls write to the copies."""
+    module = nn.Linear(8, 8)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "-, tp"}, (X,))
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(model(X).clone(), module(X))

@@ -29,7 +29,8 @@ class Copies:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
-        self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
+        with torch.inference_mode(False):  # calls in any mode write to the copies
+            self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
         """Updates all copies, before every call, because torch's version counter misses some writes. `stream` is the stream on which a

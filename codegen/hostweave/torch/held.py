@@ -15,7 +15,11 @@ class Held:
     """Tensors of a module that a program reads in place. The program sees writes to these tensors, but not their replacement."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
-        self._places = [(path, *place_of(module, path)) for path in paths]
+        found = {path: place_of(module, path) for path in paths}
+        held = {id(tensor) for *_, tensor in found.values()}
+        every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        found |= {path: place_of(module, path) for path, tensor in every if id(tensor) in held}  # a tied tensor has several paths
+        self._places = [(path, *place) for path, place in found.items()]
         self.tensors = [tensor for *_, tensor in self._places]
         self._memory = list(map(memory_of, self.tensors))
 
