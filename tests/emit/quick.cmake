@@ -6,3 +6,13 @@ set(CMAKE_CXX_FLAGS_DEBUG "-O0 -Wno-subobject-linkage" CACHE STRING "")
 set(CMAKE_CUDA_FLAGS_DEBUG "-O0 -Xcicc -O0 -Xptxas -O0" CACHE STRING "")
 set(CMAKE_CXX_COMPILER_LAUNCHER python3 ${CMAKE_CURRENT_LIST_DIR}/kept_objects.py)
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
+
+# CMake examines each compiler once, and not in each project: that takes seconds.
+get_property(is_trial GLOBAL PROPERTY IN_TRY_COMPILE)
+if(NOT is_trial)
+  file(GLOB examined "$ENV{CXX}-${CMAKE_VERSION}/CMake*Compiler.cmake")
+  file(COPY ${examined} DESTINATION "${CMAKE_PLATFORM_INFO_DIR}")
+  set(CMAKE_EXECUTABLE_FORMAT ELF CACHE INTERNAL "")  # found together with the compilers
+  set(keep_compilers "${CMAKE_CURRENT_LIST_DIR}/kept_compilers.cmake")
+  cmake_language(DEFER DIRECTORY "${CMAKE_SOURCE_DIR}" CALL include "${keep_compilers}")
+endif()
