@@ -9,6 +9,7 @@ from fusion_text import check, fusion
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import in_order
 from hostweave.options import Options
 from hostweave.passes.fusion.overlap_communication import overlap_communication
@@ -317,3 +318,23 @@ def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
     call = replace(call, operands=("w", "dw"), result=replace(call.result, name="updated"))
     made = overlap_communication(in_order(program, [*program.ops, call]), Options())
     assert [op.result.name for op in made.ops] == ["t", "g", "h", "p", "dx", "dw", "y", "updated"]
+
+
+def test_a_collective_on_other_ranks_is_not_in_a_kernel() -> None:
+    """The axis z belongs to the mesh of some ranks, not to that of the program."""
+    other = "on mesh(z=3 of ranks 2, 1, 0)"
+    text = f"""fusion @f(%x: f64[5@x, 5, 5], %c: f64[2, 5] {other}, %d: f64[2@x, 5], %v: f64[2, 5]) mesh(x=3) {{
+      %part: f64[2, 5@z] {other} pinned = reshard(%v)
+      %sum: f64[2, 5] {other} = add(%c, %part)
+      %twice: f64[2, 5] = multiply(%d, 2.0)
+      %y: f64[2, 5] = add(%twice, %v)
+      %whole: f64[5@x, 5, 5] pinned = reshard(%x)
+      %flat: f64[125] = reshape(%whole)
+      %c_1: f64[2, 5] {other} pinned = reshard(%sum)
+      %d_1: f64[2@x, 5] pinned = reshard(%y)
+      %flat_shards: f64[125@x] pinned = reshard(%flat)
+      %d_2: f64[2@x, 5] pinned = reshard(%d_1)
+      %c_2: f64[2, 5] {other} pinned = reshard(%c_1)
+      return %flat_shards, %d_2 in %d, %c_2 in %c
+    }}"""
+    lower(Fusion.parse(text), Options())

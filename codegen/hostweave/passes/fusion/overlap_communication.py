@@ -87,8 +87,8 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a kernel may do a collective: a sum or gather that is small enough, or whose size is not stated."""
-    if op.kind not in KINDS or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
+    """True if a kernel may do a collective: a sum or gather on the program's mesh that is small enough, or whose size is not stated."""
+    if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
     most, size = most_terms(options.figures, op.kind, body.mesh.size_of(step.axes), block), product(block.shape)
