@@ -228,8 +228,8 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
         yield logging.getLogger(name), "isEnabledFor", lambda _: False
     yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports this module at the first export
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    yield exported_program, _collect.__name__, partial(_collect_once, *registered)
-    yield from ((exported_program, _override.__name__, _override_few), (torch.utils._traceback, _lines.__name__, _lines_of_user))
+    faster: list[Callable[..., Any]] = [partial(_collect_once, *registered), _override_few, _lines_of_user]
+    yield from ((owner, name, new) for (owner, name), old, new in zip(_SLOW, _slow, faster, strict=True) if old)
 
 
 def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -258,17 +258,27 @@ def _line_of(error: Exception) -> Location | None:
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
-_collect, _override = exported_program._collect_all_valid_cia_ops, exported_program._override_composite_implicit_decomp
-_lines, _collect_once = torch.utils._traceback._extract_symbolized_tb, cache(lambda *registered: _collect())
+# private functions of torch that take half of the time of an export; other versions of torch may lack them
+_SLOW = (
+    (exported_program, "_collect_all_valid_cia_ops"),
+    (exported_program, "_override_composite_implicit_decomp"),
+    (torch.utils._traceback, "_extract_symbolized_tb"),
+)
+_slow: list[Any] = [getattr(owner, name, None) for owner, name in _SLOW]
+_collect, _override, _lines = _slow
+_collect_once = cache(lambda *registered: _collect())
 
 
-def _override_few(rules: Mapping[Any, Any]) -> Any:
+def _override_few(rules: Mapping[Any, Any], **more: Any) -> Any:
     """Replaces only composite ops with rules that are not torch's own implementations."""
-    return _override({op: rule for op, rule in rules.items() if not (isinstance(rule, partial) and rule.keywords.get("kernel") is op)})
+    few = {op: rule for op, rule in rules.items() if not (isinstance(rule, partial) and rule.keywords.get("kernel") is op)}
+    return _override(few, **more)
 
 
 def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
     """Returns the lines outside of torch, and torch's calls of modules, which torch looks for."""
+    if not all(isinstance(line, dict) for line in lines):  # newer versions of torch
+        return _lines(lines, skip)
     return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(_TORCH)], 0)
 
 
