@@ -1,20 +1,23 @@
 """Mixtures of experts: grouped products, dispatch and combine, and a layer, compared with torch.
 
-- products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8 to 128 experts,
-  16 to 4096 tokens per expert, and even or skewed routing.
-- dispatch: each GPU sends each of 128 or 4096 tokens to the ranks of 8 of 64 experts, and gets the results back. Tokens have 7168 elements.
-  Hostweave sends a token once to each rank, and returns a sum in f32. A baseline is torch's all_to_all_single, for which the host knows all
-  counts in advance. Another baseline is the predicted time of a copy engine that sends a row for each token and expert.
-- layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
+- products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8, 64 or 128
+  experts, 16 to 4096 tokens per expert, at most 131072 tokens, and even or skewed routing.
+- dispatch: each GPU sends its 128 or 4096 tokens of 7168 elements to the ranks of 8 of 64 experts, and gets rows back. Hostweave sends a
+  token at most once to each rank, which returns a sum in f32. A baseline is torch's all_to_all_single, for which the host knows all counts
+  in advance. Another baseline is a predicted time, in which a copy engine sends one row per token and expert, and back.
+- layer: a Mixtral layer at 8B shapes on one GPU: forward, and forward with backward. The peer is the same layer in torch with _grouped_mm,
+  eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
-- bounds: the six products of the layer, forward and backward, alone and one after another: by Hostweave, by torch._grouped_mm, and by
-  cuBLAS for each expert, with counts that the host knows. A copy moves the bytes of the layer's other kernels. The sums of these times give
-  bounds for the layer.
-- chain: dispatch and combine of 128 tokens, and of one token of 8 elements, which needs the same kernels and signals for almost no bytes.
-  Also a gather and a reduce-scatter alone, in two kernels: each dispatch and combine needs at least these two exchanges.
+- bounds: the six products of the layer's forward and backward pass, each alone, and then one after another. The variants are Hostweave,
+  torch._grouped_mm, and one cuBLAS matmul per expert with counts that the host knows. A copy moves the bytes of the layer's other kernels.
+  The printed bounds of the layer's time are the time of the products, without and with the time of the copy.
+- chain: dispatch and combine of 128 tokens, and of one token of 8 elements. The single token needs the same kernels and signals, but almost
+  no bytes are sent. The baseline is a gather and a reduce-scatter, in two kernels: a dispatch and combine needs at least these two
+  exchanges.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch layers chain` needs two GPUs.
+that all ranks start together. Ratios follow. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at
+least two GPUs.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def _expect_near(got: Any, wanted: Any) -> None:
 
 
 def _product(experts: int, k: int, n: int, is_gradient: bool, is_turned: bool = True) -> hw.Program:
-    """x times the matrix of each group, [n, k] or [k, n], or the gradient of the matrices. A turned matrix is [n, k]."""
+    """Grouped matmul with matrices [k, n], or [n, k] if `is_turned`. If `is_gradient`: the gradient of the matrices."""
     if is_gradient:
 
         @hw.fusion(x=hw.bf16["T", k], dy=hw.bf16["T", n], ends=hw.i32[experts])
@@ -100,7 +103,7 @@ def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of Hostweave and a call of torch for each case. Raises AssertionError if results differ."""
+    """Yields a call of Hostweave and a call of torch for each case. Raises AssertionError if results differ."""
     import torch
 
     group = hw.init()
@@ -140,7 +143,7 @@ def _through(ranks: int, hidden: int = HIDDEN) -> Fusion:
 
 
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
-    """Calls that send rows to the ranks of their experts and back, without products.
+    """Yields calls that send rows to the ranks of their experts and back, without products.
 
     Each number of tokens has a separate program, for which the cost model chooses between copy engines and NCCL.
     """
@@ -163,7 +166,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _exchanges(ranks: int, tokens: int, hidden: int) -> Fusion:
-    """A gather of rows and a reduce-scatter of sums in f32: the two exchanges that each dispatch and combine needs, in two kernels."""
+    """A gather of rows, and a reduce-scatter of sums in f32. A dispatch and combine needs at least these two exchanges."""
     shard = f"{tokens * ranks}@ep"
 
     @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.bf16[shard, hidden], scale=hw.f32[f"{ranks}@ep", 1, 1])
@@ -177,7 +180,7 @@ def _exchanges(ranks: int, tokens: int, hidden: int) -> Fusion:
 def _chain(rank: int, ranks: int) -> Iterator[Calls]:
     """Dispatch and combine, and two exchanges alone, of 128 tokens and of one token of 8 elements.
 
-    The time for one token is that of the kernels' starts and of the signals.
+    The time for one token is mostly launches of kernels, and signals.
     """
     import torch
 
@@ -196,7 +199,8 @@ def _chain(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
-    """Sends sorted rows by all_to_all_single, and back. The host knows the counts in advance."""
+    """Call that sends rows, sorted by expert, to the experts' ranks and back by all_to_all_single. The host knows the counts before the
+    call."""
     import torch
     import torch.distributed as dist
 
@@ -222,14 +226,15 @@ def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], 
 
 
 def _layer(name: str, ranks: int = 1, **options: Any) -> hw.Program:
-    """The layer of examples/moe.py, `moe` or `moe_training`. Experts and tokens are sharded over the GPUs."""
+    """The program `moe` (forward) or `moe_training` (forward and backward) of examples/moe.py. Experts and tokens are sharded over the
+    ranks."""
     example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=ranks), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
     sizes = {"T": ranks * LAYER["tokens"], "H": LAYER["hidden"], "I": LAYER["inner"]}
     return hw.compile(getattr(example, name), target="cuda", options=hw.Options(sizes=sizes, **options))
 
 
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
-    """Calls of the layer of examples/moe.py with its gradients, and of the same layer in torch with _grouped_mm and autograd."""
+    """Yields calls of the layer of examples/moe.py, and of the same layer in torch: forward, then forward and backward."""
     import torch
     import torch.distributed as dist
 
@@ -279,7 +284,8 @@ REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
 def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
-    """Each product of the layer alone, all six one after another, a copy of the bytes of the layer's other kernels, and the layer."""
+    """Yields calls: each product of the layer alone, all six one after another, a copy of the bytes of the layer's other kernels, and the
+    layer, forward and backward."""
     import torch
 
     group = hw.init()
@@ -320,7 +326,7 @@ def _each(calls: Sequence[Callable[[], Any]]) -> None:
 
 
 def _by_expert(a: Any, b: Any, ends: Any) -> Callable[[], Any]:
-    """Products by cuBLAS for each expert. The host knows the ends of the groups."""
+    """Call that computes one cuBLAS matmul per expert. The host knows the ends of the groups."""
     import torch
 
     bounds = [0, *ends.tolist()]
@@ -341,7 +347,7 @@ def _by_expert(a: Any, b: Any, ends: Any) -> Callable[[], Any]:
 
 
 def _bound(medians: Mapping[str, float]) -> str:
-    """Text with the bounds of the layer's speed, from the medians of `_bounds`."""
+    """Text with bounds of the layer's time, and the speedups over torch.compile at these times, from the medians of `_bounds`."""
     alone = {name.split(": ")[0] for name in medians if name.endswith(CUBLAS)} - {"six one after another"}
     fastest = sum(min(medians[f"{name}: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS)) for name in alone)
     in_order = min(medians[f"six one after another: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS))
@@ -354,7 +360,7 @@ def _bound(medians: Mapping[str, float]) -> str:
 
 
 def _chosen(x: Any, router: Any) -> tuple[Any, Any]:
-    """Scores and indices of the chosen experts."""
+    """Probabilities and indices of each token's chosen experts."""
     chosen, ids = (x @ router).float().softmax(-1).topk(LAYER["top"])
     return chosen, ids
 
@@ -367,7 +373,7 @@ def _experts_of(rows: Any, w1: Any, w2: Any, ends: Any) -> Any:
 
 
 def _weighted(y: Any, order: Any, chosen: Any) -> Any:
-    """Weighted sum of the rows of each token. Row i of y belongs to choice order[i], a token and one of its experts."""
+    """Weighted sum of the rows of each token. Row i of y is the result for choice order[i]: a token and one of its experts."""
     import torch
 
     back = torch.empty_like(order)
@@ -387,7 +393,8 @@ def _torch_layer(x: Any, router: Any, w1: Any, w2: Any) -> Any:
 
 
 def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
-    """Routing that the host knows in advance: rows to and from each rank, order of the received rows by expert, and ends of the experts."""
+    """Routing that is known in advance: numbers of rows to and from each rank, the order of received rows by expert, its inverse, and the
+    ends of the experts' groups."""
     import torch
     import torch.distributed as dist
 
@@ -410,7 +417,7 @@ def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
 def _torch_layer_of_ranks(
     x: Any, router: Any, w1: Any, w2: Any, *, out_of: list[int], into: list[int], by_expert: Any, by_sender: Any, ends: Any
 ) -> Any:
-    """Sends sorted rows to the ranks of their experts by all_to_all_single. The host knows all counts in advance."""
+    """The layer in torch on several ranks. Rows, sorted by expert, go to the experts' ranks and back by all_to_all_single."""
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 

@@ -3,19 +3,19 @@
 Printed times are milliseconds of the slowest rank: the median over calls that all ranks start together, after a kernel that spins. The
 variants of a case, in the order of the output:
 
-- the loop that the compiler chooses, compared with the fastest hand-written pipeline of puts or gets
-  (`handwritten/put_pipelines.cu`, which needs nvcc and NCCL 2.32);
+- the alternative that the compiler chooses, a chunk loop or none, compared with the fastest hand-written pipeline of puts or gets.
+  `handwritten/put_pipelines.cu` has these pipelines, for cases of more than 512 rows, and needs nvcc and NCCL 2.32;
 - hand-written gets that wait for a signal of the peer;
 - each alternative of the cost model, measured and predicted;
 - only the matmul, and only the communication, by torch;
 - sequential torch, also with NCCL's collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs);
 - torch's fused operators;
-- Hostweave in a CUDA graph, and Hostweave with the operand of the gather in a window, as in the hand-written code.
+- Hostweave in a CUDA graph. For all-gathers also with the gathered operand in a window, as in the hand-written code, called and captured.
 
-torch and the last two variants use one process per GPU. All other variants use one thread per GPU. Data is random, in bf16. Arguments are
-names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code, if the installed version is
-older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is
-site-packages/nvidia/cublasmp/cu13.
+The variants of the last three items use one process per GPU, and so do the matmul and the communication alone. All other variants use one
+thread per GPU. Data is random, in bf16. Arguments are names of cases, such as "70b qkv"; default: all. `nccl=FOLDER` names an NCCL 2.32,
+with lib and include, for the hand-written code, if the installed version is older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from
+FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is site-packages/nvidia/cublasmp/cu13.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int =
 
 
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[list[float], float]]:
-    """Milliseconds of each call, and the median of the host microseconds."""
+    """For each program: the milliseconds of each call on the slowest rank, and the median of the host microseconds."""
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
     hosts = dict[str, list[float]]()
     for _ in range(ROUNDS):
@@ -202,8 +202,8 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
-    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if there is no compiler
-    or library, or if the code has none of the cases."""
+    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if the build fails, such
+    as without nvcc, or if all cases have at most SMALL rows."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
@@ -231,7 +231,7 @@ def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None)
 
 
 def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Milliseconds and host microseconds of each case and variant."""
+    """Milliseconds and host microseconds by case and variant. Empty if there is no executable, or if it fails."""
     if not built:
         return {}
     program, places = built
@@ -307,8 +307,8 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """Modes of NCCL's collectives in torch, by name. Each mode has a process group, and memory that is registered with this group as a
-    window. The memory is large enough for the tensors of every case."""
+    """Modes of NCCL's collectives in torch, by name, without modes that this installation lacks. Each mode has a process group, and memory
+    that is registered with this group as a window. The memory is large enough for the tensors of every case."""
     import torch
     import torch.distributed as dist
 
@@ -336,7 +336,7 @@ def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-_POOLS: list[tuple[Any, Any]] = []  # registered memory, each with the backend that it is registered with
+_POOLS: list[tuple[Any, Any]] = []  # for each mode of `_registered`: the backend, and the memory pool that is registered with it
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:

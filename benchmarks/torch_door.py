@@ -1,18 +1,19 @@
-"""Compares `hostweave.torch.compile` with torch's parallelize_module and torch.compile, for one module and sharding plan.
+"""Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
-The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8. The module is sequence-parallel on all GPUs of this machine,
-with 4096 tokens. torch.compile is applied to each layer, as in training frameworks, without and with async tensor parallelism. Data is
-random, in bf16. One process per GPU runs all variants alternately. Times are milliseconds of the slowest rank: the median over calls that
-all ranks start together. Arguments select the measurements; default: all.
+The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The module is sequence-parallel on all GPUs of
+this machine, except in `fsdp`, with 4096 tokens. torch.compile is applied to each layer, as in training frameworks. `forward`, `backward`
+and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per GPU runs all variants alternately.
+Times are milliseconds of the slowest rank: the median over calls that all ranks start together. Arguments select the measurements; default:
+all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
 - `step`: a whole step of AdamW, with the mean square error as loss. torch uses its fused AdamW;
-- `fsdp`: the same for layers that `fully_shard` prepared. Each rank has 4096 different tokens;
-- `host`: the host time of a captured forward pass, also on one GPU;
+- `fsdp`: a whole step of AdamW for modules that `fully_shard` prepared, without tensor parallelism. Each rank has 4096 different tokens;
+- `host`: the host time of forward passes, captured and not captured. This measurement also runs on one GPU;
 - `compile`: the time to compile 32 layers with an empty cache.
 
-With `tiny` all sizes are small, and `step` and `fsdp` also run on 2 CPU processes.
+With `tiny` all sizes are small, except in `compile`. `step tiny` and `fsdp tiny` run on 2 CPU processes if there is no GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # per rank
 REPETITIONS, WAIT, CALLS = 10, 4_000_000, 5
 TINY = "HOSTWEAVE_BENCH_TINY"  # environment variable that selects small sizes in all processes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for CPUs, inductor compiles C++ for minutes
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # on CPUs, inductor would compile C++ for minutes
 TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 SHARDED = Shard(1)  # [batch, sequence, features]
 
@@ -219,9 +220,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Host time of a forward pass while the GPU is busy. Each graph is launched several times in a row, the first time after a wait, which
-    evicts data from the CPU caches. A pass without a graph is called once per wait, so the queue does not fill. Graphs that torch captures
-    are also measured: of the module by torch.compile, and of one addition.
+    """Prints the host time of forward passes while the GPU is busy, and yields the captured passes. Each graph is launched several times in
+    a row. Before the first launch, a wait evicts data from the CPU caches. A pass without a graph is called once per wait, so the queue
+    does not fill. For comparison, torch captures the compiled module, and one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -263,7 +264,7 @@ def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls that compute gradients of all parameters and of the input. All calls use one module with DTensor parameters."""
+    """Yields calls that compute gradients of all parameters and of the input. All calls use one module with DTensor parameters."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input().requires_grad_()
     local, tangent = (t.detach().chunk(ranks, 1)[rank].contiguous() for t in (x, x.flip(1)))
@@ -321,7 +322,8 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
 
 
 def _fsdp_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Steps of modules that are sharded by `fully_shard`. Each layer is compiled, and then sharded, as in torchtitan."""
+    """Yields steps of modules that are sharded by `fully_shard`. With torch.compile, each layer is compiled before it is sharded, as in
+    torchtitan."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("dp",))
     local = _input(1 + rank), _input(1 + ranks + rank)
     module = WithLoss(_fully_sharded(_model(1).train(), mesh))
@@ -352,8 +354,8 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
 def _torch_step(
     module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, share: float = 1
 ) -> Any:
-    """A training step of torch. A rank's loss is multiplied by `share`, its weight in the mean over all ranks. After `fully_shard` the
-    weight is 1, because `fully_shard` averages gradients."""
+    """A training step of torch. The gradients are those of a rank's loss times `share`: 1 / ranks for the mean over ranks. After
+    `fully_shard`, `share` is 1, because `fully_shard` averages gradients."""
     adamw, loss_of = _adamw(module), torch.compile(mean_square, dynamic=False, backend=BACKEND)
 
     def step() -> torch.Tensor:
@@ -367,7 +369,7 @@ def _torch_step(
 
 
 def _losses(rank: int, name: str, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The mean losses over all ranks before each of the first steps."""
+    """Runs the first three steps. Returns the loss of each step before its update, averaged over all ranks."""
     started, found = time.perf_counter(), []
     for _ in range(3):
         loss = step().detach().clone()
@@ -418,9 +420,10 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Compile time with a cache that has only the runtime libraries, which an installation builds once.
+    """Prints the time to compile 32 layers. A program of one layer is compiled before, and builds the runtime libraries, which an
+    installation builds once.
 
-    Hostweave compiles for 8 ranks. torch.compile compiles the part of one rank, without communication.
+    Hostweave compiles for 8 ranks. torch.compile compiles layers of one rank's sizes, without communication.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
@@ -435,7 +438,7 @@ def _compile_32_layers() -> None:
 
 
 def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
-    """Seconds until the C++ is generated, and until the C++ is compiled."""
+    """Seconds from the start until the C++ is generated, and from the start until the C++ is compiled."""
     x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
     with torch.device("meta"):
         whole = Llama(layers, 8).to(torch.bfloat16).train(training)

@@ -1,9 +1,9 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
 Two programs share the weights and the cache of keys and values, and update the cache in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another: each call writes the next token to its input, which the next call reads.
-`hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8
-ranks.
+sequence-parallel. `decode` processes one token after another: each call writes the next token to the input `ids`, which the next call
+reads. `hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B
+on 8 ranks.
 """
 
 import argparse
@@ -109,9 +109,11 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """The program `prefill` or `decode`. Both programs return the next token of each sequence, the token's logits, and the cache.
+    """The program `prefill` or `decode`. Both programs return the next token of each sequence, its logits, and the cache. `decode` also
+    returns the next `position`.
 
-    `position` is the number of tokens of each sequence in the cache, without padding: after a `prefill`, or before a step of `decode`.
+    The input `position` of `prefill` is the number of tokens of each prompt, without padding. The input `position` of `decode` is the
+    number of tokens of each sequence in the cache before the call.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the index of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
@@ -156,14 +158,14 @@ def program(c, tp, decode=False, is_sampled=False):
 
 
 def compiled(c, tp, target="cpu", is_sampled=False):
-    """Compiles both programs. Raises CheckpointError if the number of heads is not a multiple of the number of ranks."""
+    """Compiles both programs. Raises CheckpointError if `tp` does not divide the number of heads of keys and values."""
     if c.num_key_value_heads % tp:
         raise CheckpointError(f"{c.num_key_value_heads} heads of keys and values cannot be shared by {tp} ranks; give a divisor as --tp")
     return [hw.compile(program(c, tp, decode, is_sampled), target, OPTIONS) for decode in (False, True)]
 
 
 def load(folder, c, mesh, rank, device="cpu"):
-    """Reads the weights of a rank, by the names of the programs' inputs."""
+    """Reads the weights of a rank. Returns a dict by the names of the programs' inputs."""
     ours = {name: short(name) for name in other_weights(c)}
     types = other_weights(c)
     for i in range(c.num_hidden_layers):
@@ -196,7 +198,8 @@ class Llama:
         self.graph = None
 
     def start(self, prompts):
-        """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if the cache is too small."""
+        """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if a prompt is empty or exceeds
+        the cache."""
         counts = [len(prompt) for prompt in prompts]
         if wrong := [count for count in counts if not 0 < count < self.length]:
             raise CheckpointError(f"a prompt has {wrong[0]} tokens, and the cache has space for 1 to {self.length - 1}; raise --length")
@@ -207,8 +210,8 @@ class Llama:
         self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
 
     def advance(self):
-        """Computes the next tokens. Each call updates `ids` and `position` in place for the next call, so all calls launch the same CUDA
-        graph."""
+        """Computes the next tokens. Each call updates `ids` and `position` in place for the next call, so one captured graph serves all
+        calls."""
         if self.graph:
             return self.graph()
         out = (None, self.logits, None, *(None for _ in self.cache))

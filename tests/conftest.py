@@ -32,7 +32,7 @@ from hostweave.targets.target import find_target
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
-OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # variable by which workers get the optimising compiler
+OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests, which start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
@@ -126,7 +126,7 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Number of workers. With GPUs: three quarters of the cores. Otherwise: one more than cores, because some tests wait for processes,
-    time-outs and locks."""
+    time-outs and locks, but at most WORKERS."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 
@@ -151,12 +151,13 @@ def why_missing(extra: str) -> str | None:
 
 @cache
 def names_extras(module: Path) -> bool:
-    """True if the text of a test module may mark tests as `extra`."""
+    """True if the text of a test module mentions `extra(`, importorskip or needs_cuda."""
     return bool(re.search(r"\bextra\(|importorskip|needs_cuda", module.read_text()))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Does not import modules without a selected test, because tracing their programs would take each worker seconds."""
+    """Ignores tests/gpu if there is no GPU. With `-m extra`, also ignores modules whose text marks no test as `extra`. Tracing the programs
+    of these modules would take each worker seconds."""
     if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
         return True
     is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
@@ -181,7 +182,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups the GPU tests of a file, deselects slow tests by default, and starts the longest tests first."""
+    """Starts the longest tests first, groups the GPU tests of a file, and skips tests whose extra is missing. Deselects GPU tests if there
+    is no GPU, and slow tests by default."""
     counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:

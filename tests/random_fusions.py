@@ -69,7 +69,7 @@ class Generator:
         return self.mesh.ranks(ranks, z=len(ranks))
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """A spec with some of these dims randomly sharded."""
+        """Dims for a spec: these sizes, some of them randomly sharded."""
         mesh = mesh or self.mesh
         axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
@@ -340,7 +340,7 @@ OPS: tuple[MakeOp, ...] = (
 
 
 def in_groups(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Grouped matmul, or the gradient of its matrices. Groups are even, skewed or empty, or do not cover all rows."""
+    """Grouped matmul, or the gradient of its matrices. Some groups may be empty, and some rows may be in no group."""
     known = [value for value in values if value.ndim > 1 and all(isinstance(size, int) or size in g.sizes for size in value.shape[-2:])]
     if not known:
         return _with_number(g, values, t)
@@ -360,7 +360,7 @@ def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Calls a block on two tensors: a new block, or an earlier block that takes these types."""
+    """Calls a block on two tensors: an earlier block for these dtypes and shapes, or else a new block."""
     other = g.other(values, t)
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
     if not known:
@@ -399,7 +399,7 @@ __global__ void {name}({", ".join(parameters)}) {{
 
 
 def collided(fusion: Fusion) -> Fusion:
-    """The same program with names that the compiler also generates: `M_x` from M and x, `x0_e` from x0 and e, `product`."""
+    """The same program with names that the compiler also generates, such as `M_x` from M and x, or `product`."""
     axis = fusion.mesh.axes[0][0]
     names = {"N": f"M_{axis}", "K": f"M_block_{fusion.mesh.size}", "x1": "x0_e", "x2": "x0_i"}
     names |= {"made": "product", "last": "rows", "y": "columns", "t": "term_0", "first": "operand_0", "scattered": "operand_1"}
@@ -407,7 +407,8 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Program on more ranks, with computed positions, reduce-scatters of columns, and a second mesh of the same ranks.
+    """Generator of programs on up to 8 ranks, with more computed positions and loops over columns, and with a second mesh of the same
+    ranks.
 
     These features are not in `Generator`, so that its programs for each seed stay the same.
     """

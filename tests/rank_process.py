@@ -1,6 +1,6 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
-    python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
+    python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks, and prints a line
     python rank_process.py kinds PROVIDER [TARGET]      runs one program for each kind of communication; `few` runs only two programs
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls PROGRAM until the group fails, prints why, and continues in a new world; with
                                                         ENDS set, exits after one call and a line on stdin, by an exception or with

@@ -68,7 +68,8 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, including imports inside functions, imports for type checking, and `import_module`."""
+    """Top-level modules and folders of the package that a file imports, including imports inside functions, imports for type checking, and
+    `import_module`."""
     for node in nodes(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
@@ -112,8 +113,8 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def test_modules_have_no_import_cycle() -> None:
-    """Modules have no import cycle, also not by imports for type checking. One cycle is allowed: functions of ops take tensors, and
-    operators of tensors record ops."""
+    """Modules have no import cycle, also not by imports for type checking. One cycle is allowed, in `fusion_ir`: functions of ops take
+    tensors, and operators of tensors record ops."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
     needs: dict[str, set[str]] = {}
@@ -156,7 +157,8 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """The folders of the tests have the names of the package's folders, and each pass has a test file that names it."""
+    """Each pass has a test file with the name of the pass. Each folder of tests is also a folder of the package, except the folders in
+    `others`."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
@@ -167,7 +169,7 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
 
 
 def test_only_decompose_reshards_computes_steps_of_reshards() -> None:
-    """Only decompose_reshards computes the steps of a reshard; later passes read them from the op."""
+    """Only insert_reshards and decompose_reshards compute the steps of a reshard. Later passes read the steps from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
         modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.blocks": {"transfer"}}
@@ -190,7 +192,8 @@ def test_names_of_targets_are_not_compared() -> None:
 
 
 def test_algorithms_are_not_compared() -> None:
-    """Code calls methods of algorithms and transports, and does not compare them with particular algorithms or transports."""
+    """Outside of the folders `communication` and `transports`, no code compares with the name of a transport, or of an algorithm whose
+    chunking is `by_shard`."""
     names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # "reduce" is also the name of a reshard to one rank
@@ -206,9 +209,9 @@ def test_algorithms_are_not_compared() -> None:
 
 
 def test_names_of_transports_are_not_compared() -> None:
-    """Only a transport, its templates, and the code that detects its library name the library."""
+    """Only modules in the folders `transports`, `targets` and `build`, and those in `known`, name NCCL."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
-    # The four files have reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
+    # These files have reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
@@ -216,9 +219,8 @@ def test_names_of_transports_are_not_compared() -> None:
     assert registers == {"transports", "emit"}  # all other code need not know which transports register memory
 
 
-# Code that tests for a class, because there is no trait for it: alignment and epilogues of cuBLASLt, shared plans, fusion of launches,
-# transposes among views. All other code reads roles and traits, so a new instruction needs only a dataclass, a rule, a lowering and a
-# template.
+# Files that test for a class of instructions for which there is no trait, such as for epilogues of cuBLASLt, shared plans, or fusion of
+# launches. All other code reads roles and traits.
 OWN_SEMANTICS = {
     "analysis/alignment.py",
     "cli/memory_plan.py",
@@ -242,7 +244,8 @@ OWN_SEMANTICS = {
 
 
 def test_code_reads_traits_of_instructions() -> None:
-    """Only the listed code tests for the class of an instruction. Tests for abstract classes, such as Communication, are allowed."""
+    """Only the files in OWN_SEMANTICS test for the class of an instruction. Other files may test for abstract classes, such as
+    Communication."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
@@ -258,7 +261,7 @@ def test_code_reads_traits_of_instructions() -> None:
 
 
 def test_instructions_are_identified_by_position() -> None:
-    """Code does not use `id` of an instruction, because one object may occur twice in a program, and ids are reused."""
+    """Code of programs does not call `id`, because one instruction may occur twice in a program, and Python reuses ids."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
