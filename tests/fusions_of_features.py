@@ -1,4 +1,4 @@
-"""One fusion for each feature that examples/ lacks: indices, joined tensors, 8-bit floats, random numbers, sorts, layers, groups."""
+"""One fusion for each group of features: indices, joined tensors, 8-bit floats, random numbers, sorts, layers, groups."""
 
 import hostweave as hw
 
@@ -27,7 +27,7 @@ def indices(table, ids, at, x, first, cache):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 4], y=dtype["M@x", 3], z=dtype["M", "K@x"])
 def joined(x, y, z):
-    """Concats, pads and splits along sharded and unsharded dims."""
+    """Concats, pads and slices along unsharded dims of sharded tensors, and a concat of resharded tensors."""
     both = hw.concat([x * 2, hw.tanh(y), x[:, ::2]], axis=1)
     padded = hw.pad(both, (1, 2), value=0.5)
     return padded[:, :6] - padded[:, 6:], hw.concat([hw.reshard(z, "M", "K"), hw.reshard(x, "M", 4)], axis=1)
@@ -48,7 +48,7 @@ def random_numbers(x, y, seed):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "N@x"])
 def orders(x, y):
-    """Sorts, the largest elements and their indices, cumulative sums, and maxima and minima over sharded dims."""
+    """Sorts, the largest elements and their indices, cumulative sums, and maxima and their indices over a sharded dim."""
     values, places = hw.top_k(x, 2)
     return hw.sort(x, axis=1, descending=True), values, places, hw.cumsum(x, axis=1), hw.max(y, axis=1), hw.argmax(y, axis=1)
 

@@ -1,4 +1,5 @@
-"""Tests that the programs of benchmarks can be lowered, checked and emitted without a GPU, because CI does not run the benchmarks."""
+"""Tests that the programs of benchmarks can be lowered and emitted without a GPU, because CI does not run the benchmarks. All but those of
+`comm` and `overlap` are also checked."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def moe(module: Any) -> Iterator[hw.Program]:
 def overlap(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES[1], module.CASES[8]:
         programs = module._alternatives(case, RANKS, machine=H200, check=False)
-        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # a gather by copies, without a loop
+        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # put(1) copies without a loop
         yield from programs.values()
 
 
@@ -127,10 +128,10 @@ def test_programs_are_emitted(name: str) -> None:
 
 
 def test_every_benchmark_is_here() -> None:
-    """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs. Benchmarks of PyTorch modules are not in PROGRAMS, because their
-    programs need PyTorch and take minutes."""
+    """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs, except `predictions`, which uses programs of others. Benchmarks of
+    PyTorch modules are not in PROGRAMS, because their programs need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
-    assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # `predictions` uses the programs of other benchmarks
+    assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}
 
 
 def test_every_benchmark_prints_versions() -> None:

@@ -1,10 +1,10 @@
-// Lower bounds of the host time to launch a CUDA graph, by the kinds of its nodes. Graphs have the nodes of programs that use the
+// Median host time to launch a CUDA graph, by the kinds of its nodes. Graphs have the nodes of programs that use the
 // transport `peer`: kernels, copies to another GPU, writes of signals, and waits for signals that have already arrived.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 graph_launches.cu -o graph_launches -lcuda
 // Run     ./graph_launches (on two GPUs with peer access).
 // Output  A line for each graph: the number of its nodes, and the median microseconds of a launch in three states: the GPU is
-//         idle; the GPU is busy with another launch; nothing was launched for 20 ms.
+//         idle; the GPU is busy with three earlier launches; nothing was launched for 20 ms.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <unistd.h>
@@ -107,7 +107,7 @@ int main() {
     CHECK(cudaGraphLaunch(executable, main));
     CHECK(cudaStreamSynchronize(main));
     const double alone = median_launch(executable, main, 1, 0), behind = median_launch(executable, main, 4, 0);
-    std::printf("%d x %s, %zu nodes: %.1f us, behind another launch %.1f us, after 20 ms %.1f us\n", one.repetitions, one.name,
+    std::printf("%d x %s, %zu nodes: %.1f us, behind three launches %.1f us, after 20 ms %.1f us\n", one.repetitions, one.name,
                 nodes, alone, behind, median_launch(executable, main, 1, 20000));
     CHECK(cudaGraphExecDestroy(executable));
     CHECK(cudaGraphDestroy(graph));

@@ -54,7 +54,7 @@ TEST(nothing_runs_before_the_launch_and_everything_in_each) {
     OK(add_one(x, a));
     const Graph graph(end(a));
     EXPECT(fetch<float>(x, 1, launch)[0] == 0);
-    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // launches are ordered across streams
+    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // one graph's launches run in order
     OK(cudaStreamSynchronize(a));
     const std::vector<float> result = fetch<float>(x, 2, launch);
     EXPECT(result[0] == 6 && result[1] == 5);

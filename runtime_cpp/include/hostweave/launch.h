@@ -1,6 +1,7 @@
 // Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
-// hw::launch_pdl uses programmatic dependent launch, for kernels that call hw::griddep_wait(). Blocks of such a kernel start
-// while earlier work on the stream ends, which saves about a microsecond. The CPU device detects races from declared accesses.
+// hw::launch_pdl is for kernels that call hw::griddep_wait(). It uses programmatic dependent launch, but not with at_once, nor
+// before compute capability 9.0. Blocks of such a kernel start while earlier work on the stream ends, which saves about a
+// microsecond. The CPU device detects races from declared accesses.
 // Generated kernels declare their accesses by HW_TOUCHES. Launches of user kernels declare them by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -27,6 +28,7 @@
 
 namespace hw {
 
+// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but only blocks and threads with at_once.
 struct Grid {
   int64_t blocks;
   int threads;            // per block
@@ -39,8 +41,9 @@ struct Grid {
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int kMostBlocks = 8;            // portable maximum cluster size
-constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts each row if n is at least this number times the number of rows
+constexpr int kMostBlocks = 8;  // portable maximum cluster size
+// The whole grid sorts each row if row length / number of rows is at least this number, and rows are sorted completely.
+constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors. A process uses GPUs of one kind.
 inline int64_t multiprocessors() {
@@ -72,7 +75,7 @@ constexpr Grid grid_of_elements(int64_t n) {
 }
 
 // One block per row of n elements. With many rows, blocks have fewer threads, each with up to kRowAccesses accesses of kWidth
-// elements.
+// elements, or more if kRowThreads threads do not suffice for the row.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -80,9 +83,9 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Grid of a kernel that sorts the first `first` elements of each row of n elements. A cluster sorts a row. A cluster has one
-// block per kSorted elements, or fewer if not all clusters could run at once. If rows are few, long and sorted completely, the
-// whole grid sorts one row after another.
+// Grid of a kernel that finds the first `first` elements of each row of n elements in sorted order. A cluster sorts a row. A
+// cluster has one block per kSorted elements, but at most kMostBlocks, and fewer if not all clusters could run at once. If rows
+// are few, long and sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -93,7 +96,7 @@ inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
 }
 
-// One block per tile of n columns.
+// n columns: one block per tile of kTile columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
 // One block per tile that is transposed, for results of kBytes bytes per element.
@@ -102,9 +105,9 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns. A cluster is as large as possible, while each block has
-// enough terms to sum, and all blocks run at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks run
-// at once.
+// Matmuls with few rows: one cluster per kProductColumns columns. The cluster size is the largest for which each block has
+// enough terms to sum and all blocks run at once, or 1. Clusters of more than two blocks cannot fill every GPC, so fewer blocks
+// run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -122,10 +125,10 @@ inline Grid grid_of_product(int64_t columns, int64_t depth) {
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
-// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use this struct only as an argument,
-// because it refers to temporaries.
 using ViewDims = std::initializer_list<int64_t>;
 
+// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use this struct only as an argument,
+// because it refers to temporaries.
 template <class T>
 struct Access {
   T* pointer;

@@ -1,5 +1,5 @@
-// Distributions of a reduced row over threads, which are template parameters of kernels: hw::Row for known lengths, hw::RowUpTo
-// for rows that threads can hold in registers, and hw::LongRow for longer rows.
+// Distributions of a reduced row over threads: hw::Row for known lengths, hw::RowUpTo for rows of unknown length that threads can
+// hold in registers, and hw::LongRow for longer rows.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/kernel.h"
@@ -31,7 +31,7 @@ struct RegisterRow {
 
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
-// A row that is reloaded at each use, because it does not fit in registers.
+// A row that is reloaded at each use, because it does not fit in registers or is not aligned.
 template <class Place, int kWidth>
 struct ReloadedRow {
   Place row;
@@ -64,7 +64,8 @@ HW_DEVICE auto load_row(const Row& row, Place first) {
   return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
 }
 
-// Threads that share a row: kThreads adjacent lanes of a warp, or a block if kThreads exceeds a warp or is 0 (any number).
+// Threads that share a row: kThreads adjacent lanes of a warp if kThreads is 1 to 32, otherwise a block. 0 is a block of any
+// number of threads.
 #ifdef __CUDACC__
 template <int kThreads, int kBlocks = 1>
 struct ThreadGroup {

@@ -179,7 +179,7 @@ def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
         c.fail("lse is one buffer: name one")
     if i.blind not in ("", "zeros"):
         c.fail(f"blind {i.blind}: write blind zeros, or remove it")
-    _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
+    _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse")
 
 
 def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> None:
@@ -190,13 +190,13 @@ def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> No
     for name, like in pairs:
         if c.types[name].shape != c.types[like].shape:
             c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient must have the shape of its operand")
-    _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
+    _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse")
 
 
 def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> None:
     for name in names:
         if c.types[name] != wanted:
-            c.fail(f"%{name} is {c.types[name]}, but {what} {wanted}, contiguous: use such a buffer")
+            c.fail(f"%{name} is {c.types[name]}, but {what} must be contiguous {wanted}: use such a buffer")
 
 
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
@@ -220,7 +220,7 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
     for word in ("lengths", "bias", "offsets"):
         if len(getattr(i, word)) > 1:
             c.fail(f"{word} {'is' if word == 'bias' else 'are'} one buffer: name one")
-    _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths are")
+    _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths")
     _masks(c, i)
     if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
         c.fail(f"corner {i.corner}: write {BOTTOM_RIGHT} with lengths, or remove it")
@@ -238,7 +238,7 @@ def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
             c.fail(f"%{name}: {why}")
         if i.lengths or i.bias:
             c.fail("packed sequences support neither lengths nor a bias: remove one of them")
-        _has(c, (name,), BufferType(i32, c.types[name].shape), "offsets are")
+        _has(c, (name,), BufferType(i32, c.types[name].shape), "offsets")
 
 
 def _is_grouped(heads: Size, groups: Size) -> bool:
