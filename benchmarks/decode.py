@@ -1,10 +1,11 @@
 """Decoder MLP blocks with norms for few tokens, compared with torch. Calls are consecutive, so host time is included.
 
-Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)) and ends with an all_reduce. Shapes are those of Llama 3: 8B on one GPU,
-and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays.
-Printed times are milliseconds per call of the slowest rank: the median over series of calls that all ranks start together. In one variant,
-Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the time of a copy that reads
-and writes as many bytes as the weights have. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` runs one number of tokens.
+Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)). On several GPUs a block has one all_reduce. Shapes are those of Llama 3:
+8B on one GPU, and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on
+the same arrays. Printed times are milliseconds per call of the slowest rank: the median over series of calls that all ranks start together.
+In one variant, Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the time of a
+copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and `decode.py 70B 128` runs one
+number of tokens.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """For every number of tokens, a series of calls of each variant. Raises AssertionError if the results of variants differ."""
+    """Yields, for every number of tokens, a series of calls of each variant. Raises AssertionError if the results of variants differ."""
     import torch
     import torch.distributed as dist
 
@@ -140,8 +141,8 @@ def _row(call: Callable[[], Any]) -> None:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """All blocks by torch. `block` first adds the result of the previous block, so that torch.compile fuses the sum with the norm, as in a
-    whole model."""
+    """All blocks by torch. Each call of `block` first adds the result of the previous block. torch.compile can then fuse this sum with the
+    norm, as in a whole model."""
     import torch
     import torch.distributed as dist
 

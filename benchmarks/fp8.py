@@ -1,13 +1,13 @@
-"""Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16.
+"""Products, an MLP and decoding in 8-bit floats. Each measurement has a peer: torch, or Hostweave in bf16.
 
-- products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of 70B at TP 8, per rank, and of 8B on
-  one GPU. Both matmuls are CUDA graphs.
+- products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of Llama 3: 70B at TP 8, per rank, and 8B
+  on one GPU. Both matmuls are CUDA graphs.
 - layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers
   are Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
+that all ranks start together. Ratios follow. Arguments are names of the list above; default: all. `layer` needs at least two GPUs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            ours = next(iter(times))  # the name of our variant, which begins with the case
+            ours = next(iter(times))  # the first name: the case, and Hostweave's variant
             print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 
@@ -73,8 +73,8 @@ def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of Hostweave and a call of torch for every shape, kind of scales and number of rows. Raises AssertionError if results
-    differ."""
+    """Yields a call of Hostweave and a call of torch for every shape, kind of scales and number of rows that torch supports. Raises
+    AssertionError if results differ."""
     import torch
 
     group = hw.init()

@@ -1,7 +1,8 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, against a device copy of the same bytes and against torch.compile.
 
-Kernel, copy and torch are timed alternately, on inputs that exceed the GPU's cache. Two limits are tested: the time relative to
-torch.compile and, for many rows, the bandwidth relative to the copy. Arguments are names of cases; default: all.
+Kernel, copy and torch are timed alternately. Consecutive calls use different buffers, which together exceed the GPU's cache. A line ends
+with MISSED if a limit is missed: the time relative to torch.compile or, from 2048 rows on, the bandwidth relative to the copy. Arguments
+are names of cases; default: all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, 
   }
 }
 """
-# The same with two results of equal order: a lower bound for kernels that also write the transpose.
+# The kernel `narrow` with two results of equal order: a lower bound for kernels that also write the transpose.
 NARROW_TWICE = (
     NARROW.replace("narrow(", "narrow_twice(")
     .replace("hw::f8e4m3* y,", "hw::f8e4m3* y, hw::f8e4m3* z,")
@@ -270,7 +271,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
     torch._dynamo.reset()  # otherwise torch silently stops compiling after a few sizes
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    kept: dict[int, Any] = {}  # keeps results alive, so that torch's allocator does not return memory that is in the GPU's cache
+    kept: dict[int, Any] = {}  # keeps results alive, so that torch's allocator does not reuse memory that is in the GPU's cache
 
     def ours() -> Callable[[], Any]:
         given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)

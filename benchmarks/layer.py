@@ -1,11 +1,12 @@
-"""Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with the same NCCL collectives.
+"""Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with collectives of NCCL.
 
 Cases: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), also at per-rank shapes of TP 8. Hostweave has three variants: sequential, with the loops that the compiler chooses (puts),
-and these loops in a CUDA graph. In the sequence-parallel MLP, torch.compile also fuses the collectives with matmuls (async TP). Gate and up
-share one weight in all variants. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed
-times are milliseconds of the slowest rank: the median over calls that all ranks start together. Matmuls reach the GPU's power limit, so
-later measurements are slower. Arguments are names of cases, such as "70B at TP8"; default: all.
+reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. Hostweave has three variants on several GPUs: sequential, as the
+compiler chooses, and the compiler's choice in a CUDA graph. On one GPU only the first is measured. For the sequence-parallel MLP, another
+variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is random, in
+bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are milliseconds of the slowest rank: the median
+over calls that all ranks start together. Matmuls may reach the GPU's power limit, which slows later measurements. Arguments are names of
+cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each variant and of each baseline for every case. Raises AssertionError if results differ."""
+    """Yields, for every case and baseline, a call of each variant of Hostweave and of this baseline. Raises AssertionError if results
+    differ."""
     import torch
 
     group = hw.init()

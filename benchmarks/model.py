@@ -1,15 +1,15 @@
 """Prefill and decode of layers of Llama 3 8B, as in `examples/llama.py`, compared with transformers.
 
-The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. The model runs on one GPU, and tensor-parallel on two GPUs.
-transformers uses a static cache, torch.compile, and CUDA graphs for decode. Hostweave and transformers both select the most probable token.
-The projections of transformers' model are sharded by this script, because the plan of transformers supports only checkpoints. Prompts have
-4096 tokens. A decode call is a series of steps that the host enqueues one by one, so host time is included. Printed times are milliseconds
-of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` measures only Hostweave on 2 GPUs, in
-less than a minute; `model.py 2 transformers` measures only transformers.
+The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. The model runs on one GPU, and tensor-parallel on two GPUs
+if there are two. transformers uses a static cache, torch.compile, and CUDA graphs for decode. Hostweave and transformers both select the
+most probable token. The projections of transformers' model are sharded by this script, because the plan of transformers supports only
+checkpoints. Prompts have 4096 tokens. A decode call is a series of 16 steps that the host enqueues one by one, so host time is included.
+Printed times are milliseconds of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours`
+measures only Hostweave on 2 GPUs, in less than a minute; `model.py 2 transformers` measures only transformers.
 
 `model.py parts` measures lower bounds for the time of a decode step on one GPU: times of the matmuls of a step, the matmuls with attention,
 the matmuls by torch, and a copy. The copy reads and writes as many bytes in total as the weights and the cache have. Shapes are those of
-one GPU, and of one of two ranks. Each time is printed with the copy's time divided by this time.
+the whole model, and of one of two ranks. Each time is printed with the quotient of the copy's time and this time.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _row(step: Callable[[], Any]) -> None:
 
 
 def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
-    """Series of decode steps of one of `shards` ranks: only the matmuls, matmuls and attention, only the matmuls by torch, and a copy.
+    """Yields series of decode steps at the shapes of one of `shards` ranks: only the matmuls, matmuls and attention, only the matmuls by
+    torch, and a copy.
 
     The copy reads and writes as many bytes in total as the weights and the cache have.
     """
@@ -162,7 +163,7 @@ def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
 
 
 def _parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
-    """The matmuls of a step, and the attention if `types` has its inputs."""
+    """The matmuls of a step, and also the attention if `types` has the inputs `lengths`, keys and values."""
 
     @hw.fusion(mesh=hw.Mesh(tp=1), **types)
     def parts(x: hw.Tensor, lm_head: hw.Tensor, **rest: hw.Tensor) -> tuple[hw.Tensor, ...]:

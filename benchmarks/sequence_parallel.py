@@ -1,9 +1,9 @@
 """Forward pass of a sequence-parallel Llama 3 70B layer at per-rank shapes of TP 8, on all GPUs of this machine, compared with torch.
 
 The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants q, k and v share one weight, and gate
-and up share one weight. The variants of torch run eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
-torch.compile. The first line is the memory that Hostweave plans for 32,768 tokens. The other lines are milliseconds of the slowest rank:
-the median over alternating calls that all ranks start together, on the same arrays.
+and up share one weight. torch has four variants: eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
+torch.compile. The script first prints the memory that Hostweave plans for 32,768 tokens, and the compiler's choices. Printed times are
+milliseconds of the slowest rank: the median over alternating calls that all ranks start together, on the same arrays.
 
 `sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0, for the
 picture in the README.
@@ -102,7 +102,8 @@ def sizes_of(tokens: int) -> dict[str, int]:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each variant. Raises AssertionError if results differ."""
+    """Yields, for each number of tokens, a call of each variant. Omits torch's fused operators if they are not available. Raises
+    AssertionError if results differ."""
     import torch
 
     group = hw.init()
@@ -135,7 +136,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in list(calls.items()):
             try:
                 got = call() if name != "ours" else (call(), y[:, 0])[1]
-            except RuntimeError as error:  # torch's fused operators are not available everywhere
+            except RuntimeError as error:  # such as of torch's fused operators, which need symmetric memory
                 print(f"{name} is left out: {error}", flush=True)
                 del calls[name]
                 continue
@@ -146,7 +147,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
-    """Writes the stream, name, begin and end of the kernels and copies of one call of each variant, in microseconds."""
+    """Writes the kernels and copies of one call of each variant on rank 0: stream, name, and begin and end in microseconds."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile

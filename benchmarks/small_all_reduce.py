@@ -1,12 +1,13 @@
 """All-reduces of few rows with residual and norm, against torch and FlashInfer.
 
-The variants of torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
-residual and norm. The kernel runs if flashinfer-python is installed, and is compiled at the first use.
+Hostweave has two variants: all-reduces inside kernels, and all-reduces by NCCL. The variants of torch are kernels of torch.compile with
+all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce, residual and norm. FlashInfer's kernel runs if
+flashinfer-python is installed, and is compiled at the first use.
 
 A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a CUDA
-graph. Data is random with a fixed seed, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are
-microseconds per step of the slowest rank: the median over calls that all ranks start together after a kernel that spins.
-`small_all_reduce.py 16` measures one number of rows.
+graph. Data is random with a fixed seed, in bf16. One process per GPU runs the variants of Hostweave, and torch.compile with NCCL,
+alternately on the same arrays. The other variants run later, on other arrays. Printed times are microseconds per step of the slowest rank:
+the median over calls that all ranks start together after a kernel that spins. `small_all_reduce.py 16` measures one number of rows.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
 # Limit of the root mean square of the error, relative to the root mean square of the result. At each step two variants differ by at most
-# four roundings to bf16. The relative errors of the roundings are independent and at most 2**-8, with a root mean square of 2**-8 /
-# sqrt(3). Measured errors are 0.010 to 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest error of
-# an element is not used, because it depends on the data.
+# four roundings to bf16. The relative errors of the roundings are taken as independent, and uniform up to 2**-8: their root mean square is
+# 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest
+# error of an element is not used, because it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
@@ -69,7 +70,7 @@ def _program(ranks: int, transport: str) -> hw.Program:
 
 
 def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each variant for every number of rows. Raises AssertionError if results differ."""
+    """Yields, for every number of rows, calls of Hostweave and of torch.compile with NCCL. Raises AssertionError if results differ."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +113,8 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
 
 
 def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """Calls with an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that memory."""
+    """Yields calls with the op `name`, an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that
+    memory."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory
@@ -143,7 +145,7 @@ def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) 
 
 
 def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """Calls with FlashInfer's kernel of all-reduce, residual and RMSNorm, one-shot and two-shot."""
+    """Yields calls of FlashInfer's kernel of all-reduce, residual and RMSNorm: one-shot and, for more rows than ranks, two-shot."""
     import torch
     import torch.distributed as dist
     from flashinfer import comm

@@ -1,4 +1,4 @@
-"""Compiles each program once for all tests, makes inputs, and compares the outputs of every rank with NumPy."""
+"""Helpers of tests, which compile each program once per process, make inputs, and compare the outputs of every rank with NumPy."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. By default, a case runs with one transport, and
-    consecutive cases with different transports. With -m slow each case runs with both transports."""
+    """Each case with the transports peer and one_sided, whose programs have the same IR. By default a case runs with one of the transports,
+    which alternate from case to case. The other pairs are marked as slow."""
     import pytest  # not at the top: rank_process.py imports this module in many processes, and importing pytest takes a third of the time
 
     return [
@@ -77,7 +77,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """NumPy's results, which are cached, because a test may run the same arrays in many schedules."""
+    """NumPy's results. The last 8 are cached, because a test may run the same arrays in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)
@@ -110,13 +110,13 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Random inputs with positive and negative elements of magnitude about 1."""
+    """Inputs of the standard normal distribution."""
     random = np.random.default_rng(seed)
     return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
 
 def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of -1, 0 and 1, whose sums are exact in every dtype. Different seeds give different inputs."""
+    """Inputs of -1, 0 and 1, whose sums are exact at the sizes of tests."""
     random = np.random.default_rng(seed)
     return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
@@ -124,7 +124,7 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
     """Compares every output of every rank with its block of NumPy's result, with the tolerance of the dtype unless `exact`.
 
-    If a rank is not in the mesh of an output, its output must be None.
+    The output must be None on ranks that are not in the mesh of the output.
     """
     assert len(ranks) == fusion.mesh.size
     shapes = {name: array.shape for name, array in arrays.items()}

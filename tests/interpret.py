@@ -1,7 +1,7 @@
 """NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
 
 The interpreter defines the expected results of generated code, so it is as simple as possible. Floats of less than 32 bits are widened to
-f32 for each instruction, and rounded once. Memory that was not written is NaN.
+f32 for each instruction or op of a kernel, whose result is rounded once. Memory of floats that was not written is NaN.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
     """Runs `program` on all ranks and returns each rank's outputs by name.
 
-    An input is a global array, or a list of local arrays, with None for ranks that do not have the input. Outputs are local. `sizes` are
-    needed only if the inputs do not determine them. Raises ExecutionError if communications do not match, or if all remaining ranks wait
-    for each other.
+    An input is a global array, or a list of local arrays, with None for ranks that do not have the input. Outputs are local, and a rank has
+    only the outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError if communications do not
+    match, if all remaining ranks wait for each other, or if the program launches a user kernel.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}
@@ -83,7 +83,7 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-Turns = Generator[Operation, None, None]  # a rank's execution, which yields each communication that it waits for
+Turns = Generator[Operation, None, None]  # execution of a rank, which yields a communication while this communication waits for other ranks
 
 
 def _take_turns(ranks: list[Turns]) -> None:
@@ -104,7 +104,8 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State shared by the ranks. `posted` has the data that each reached communication sends, or None if it only receives."""
+    """State shared by the ranks. `posted` has an entry for each communication that a rank has reached: the data that it sends, or None if
+    it sends none."""
 
     instances: Instances
     met: dict[Operation, MatchedCommunications]
@@ -167,12 +168,12 @@ class _Rank:
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
-        """Signals that must have arrived before a wait ends."""
+        """Operations of other ranks whose signals must have arrived before `operation`."""
         meeting = self.world.met.get(operation)
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies source to destination, which may be on different ranks, and sends the signal."""
+        """Copies the source of `operation`, if any, to the destination, which may be on another rank. Then sends the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):
