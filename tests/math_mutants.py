@@ -1,4 +1,4 @@
-"""Makes mutants of host programs, each with one mathematical error: a wrong shard, slice, order, reduction, scale, operand, addend,
+"""Makes mutants of host programs, each with one mathematical error, such as a wrong shard, slice, order, reduction, scale, operand,
 epilogue or condition.
 
 `mutants(host)` returns all mutants. `Subject.judge` returns the verdict on a mutant. docs/check-tests.md explains the verdicts.
@@ -268,12 +268,13 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Expected]:
-        """Expected results of the comparison in f64: those of `at`, and those of more seeds at larger sizes."""
+        """Expected results of the comparison in f64: those of `at`, and those of 5 seeds at larger sizes."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it, or making or executing it fails."""
+        """Returns the verdict on the mutant that `made` returns. REFUSED: the verifier or the proof of order rejects the mutant, or the
+        mutant cannot be made or executed."""
         try:
             mutant = made()
             verify_host(mutant)

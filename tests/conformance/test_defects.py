@@ -49,7 +49,7 @@ four = pytest.mark.parametrize("ranks", [4])
 SIGNED = (hw.i8, hw.i32, hw.i64, hw.f16, hw.bf16, hw.f32, hw.f64)
 UNSIGNED = (hw.u8, hw.u32)
 
-# For each name: the instruction that computes %{name}, [4@dp,tp, N], from %x. The rank at (dp, tp) has number 2 dp + tp.
+# For each name: instructions that compute %{name}, [4@dp,tp, N], from %x. The rank at (dp, tp) has number 2 dp + tp.
 RANKS = {
     "whole_mesh": "all_gather %x -> %big_1 on dp_tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
     "turned_axes": "all_gather %x -> %big_2 on tp_dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",

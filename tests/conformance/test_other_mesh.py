@@ -1,5 +1,5 @@
-"""Moves between two meshes with every sharding on each. Meshes are disjoint or overlap, and differ in size and axes. The block of each
-rank is compared with NumPy.
+"""Moves between two meshes, between all pairs of the shardings in `layouts`. Meshes are disjoint or overlap, and differ in size and axes.
+The block of each rank is compared with NumPy.
 
 One program contains all moves between two meshes, so that it is compiled only once. The program runs at several sizes.
 """
@@ -104,7 +104,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """For each rank, the outputs by name. An output is None if the rank is not in its mesh."""
+    """For each rank, the outputs by name, without outputs on meshes that lack the rank. Asserts that exactly these outputs are None."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):

@@ -2,8 +2,9 @@
 results are compared with NumPy.
 
 Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
-activations and gathers precede the products. Epilogues and reductions follow the products. Elements are 0, 2^i or 5 * 2^i. So no element
-divided by a scale is near a tie, and the reference in f64 and the program in f32 round to the same value.
+activations and gathers may precede the products. Epilogues and reductions may follow the products. Elements of inputs are 0, 2^i or 5 *
+2^i, so that an element divided by a scale is not near a tie. The reference in f64 and the program in f32 then round to the same value.
+Programs for which this is not certain have `is_rounded`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs in CUDA graphs: captured by torch or automatically, replayed between calls, and failed captures."""
+"""Programs in CUDA graphs, captured by `program.capture`, by torch or by the driver API: replays between calls, and failed captures."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def streamed_on(ranks: int) -> hw.Program:
 
 
 def layers_on(ranks: int) -> hw.Program:
-    """Three layers, each with two chunk loops of sends and recvs, and then two collectives. Each communication forks and joins NCCL's
-    stream."""
+    """Three layers, each with two chunk loops of sends and recvs. Two collectives follow the layers. Each communication forks and joins
+    NCCL's stream."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
     def layers(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

@@ -124,7 +124,7 @@ def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, hw.f32), (4, hw.bf16)])
 def test_llama(ranks: int, dtype: DType) -> None:
-    """Logits and cache for a prompt with uneven shards, compared with NumPy, in several orders of operations."""
+    """Logits and cache for a prompt with uneven shards, compared with NumPy: on ranks in a seeded order, and on parallel ranks."""
     module = load_file(EXAMPLES / "llama.py")
     counts = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     fusion = module.program(module.Config(vocab_size=20, hidden_size=24, intermediate_size=32, **counts, dtype=dtype), ranks)

@@ -1,7 +1,7 @@
 """Each put, get, signal and wait is necessary, with its peer, position, signal number and count.
 
-The check, and some schedule of the CPU device, detect each mutant. The proof of order does not detect a wrong source address of a get,
-because the proof does not cover values.
+The check detects each mutant that is not known to be correct, and so does some schedule of the CPU device. The proof of order does not
+detect a wrong source address of a get, because the proof does not cover values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tr
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Programs in which one part of the one-sided communication is dropped or changed, and descriptions."""
+    """Yields a description and a program for each mutant. One instruction of the one-sided communication, or one order of streams, is
+    dropped, repeated or changed."""
     walked = list(tree.walk(host.body))
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):

@@ -155,8 +155,8 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
 
 
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
-    """After windows have grown, all ranks capture again, also those that have a graph of the same arrays: that graph writes to the old
-    windows of peers."""
+    """After windows have grown, all ranks capture again. A graph from before would write to the old windows of peers, even if its arrays
+    are the same."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
     values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # x of `larger` exceeds 2 MiB
@@ -187,7 +187,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
-    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays until all ranks have decided twice."""
+    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays in its first five calls."""
     program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)

@@ -27,13 +27,13 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # seconds until a lost rank is noticed; the documentation says about one, but other tests slow the machine down
+NOTICED = 4  # seconds until a lost rank is noticed; the documentation says about one second, but other tests slow the machine down
 ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, and automatically chosen puts
 
 
 @dataclass(frozen=True)
 class Place:
-    """Target of the processes, and their programs. The CPU target has only one program per kind of communication, to limit the time."""
+    """Target, programs and numbers of the processes. By default only few programs run on CPUs, to limit the time."""
 
     target: str
     programs: str
