@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_place(const char* file, int line, const char* call) {
-  // The last place of this thread, because successive calls often have the same file and name.
+  // The place of this thread's last call. Successive calls often have the same file and name.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Place place;

@@ -3,8 +3,8 @@
 //   ag_matmul parallel|uniform|pct|hosts|mixed FIRST_SEED SEEDS [key=value ...]
 // keys: ranks; fork, join (stream whose wait is omitted), next (1: matmuls on the next stream); ordered, buffered, check (of
 // hw_cpu_config)
-// Prints right, wrong and reported runs, whether the last seed gave the same schedule twice, and the time of an op; then the last
-// report.
+// Prints the numbers of right, wrong and reported runs, and whether the last seed gave the same schedule twice. Then prints the
+// time of an op, and the last report.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

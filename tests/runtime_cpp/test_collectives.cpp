@@ -363,7 +363,7 @@ TEST(a_rank_that_never_comes) {
     configure(config);
     const ncclUniqueId id = new_id();
     ncclComm_t comm;
-    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // the thread is not attached, so other ranks are unknown
+    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // other ranks are unknown to an unattached thread
     EXPECT_IN("no progress for", hw_cpu_last_report());
     EXPECT_IN("all 2 ranks of", hw_cpu_last_report());
     configure(config);  // clears the failure

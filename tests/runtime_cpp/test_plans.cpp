@@ -69,11 +69,11 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     OK(calls.begin_call(held));
     OK(hw_cpu_launch("held", held, wait, nullptr, 0, nullptr, 0));
     OK(calls.end_call(held));
-    OK(cudaGraphLaunch(exec, launching));  // waits for no call
+    OK(cudaGraphLaunch(exec, launching));  // this launch waits for no call
     OK(cudaStreamSynchronize(launching));
     EXPECT(done.exchange(false));
     OK(calls.begin_call(launching));
-    OK(cudaGraphLaunch(exec, launching));  // also waits for the previous launch
+    OK(cudaGraphLaunch(exec, launching));  // this launch waits for the previous launch
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT(!done);
     go = true;

@@ -26,7 +26,7 @@ constexpr int kRanks = 3, kCount = 4;
 int silent = -1;      // a rank that sends nothing
 bool blocks = false;  // true if the silent rank also blocks until its channel is aborted
 
-// A program in which y of a rank is x of the previous rank.
+// A program that copies x of each rank to y of the next rank.
 struct Pass {
   hw::Rank& rank;
 
@@ -171,7 +171,7 @@ TEST(ranks_that_have_graphs_can_be_given_up) {
   EXPECT(std::chrono::steady_clock::now() - begun < 5s);
 }
 
-// There are no copies between calls, because they could deadlock with copies of other ranks.
+// Inputs are not copied between two calls, because such a copy could deadlock with copies of other ranks.
 TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   Ranks ranks;
   OK(cudaSetDevice(0));

@@ -16,11 +16,11 @@ class Arena {
   // Calls of all programs with the same `calls` run one after another.
   explicit Arena(CallOrder& calls);
 
-  // Places every buffer of the plan. The memory grows if needed and never shrinks. Outgrown memory that captured graphs use is
-  // freed with the program.
+  // Places every buffer of the plan. The memory grows if needed and never shrinks. Outgrown memory that a graph may use is freed
+  // with the arena.
   void reserve(MemoryPlan& plan);
 
-  // Enclose the work of a call; see CallOrder.
+  // begin_call and end_call enclose the work of a call; see CallOrder.
   cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 

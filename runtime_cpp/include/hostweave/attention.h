@@ -31,7 +31,7 @@ struct AttentionOptions {
   const AttentionKernels* kernels = nullptr;  // for problems that cuDNN does not support
 };
 
-// Operands of a call that the options request. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch,
+// Optional operands of a call. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch,
 // sequences + 1]: the starts of the sequences, and the end of the last one.
 struct Beside {
   float* lse = nullptr;

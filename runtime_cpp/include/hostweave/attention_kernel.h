@@ -13,7 +13,7 @@ namespace hw {
 
 constexpr int kAttentionTile = 64;  // rows and columns of a thread block's tile of scores
 constexpr int kAttentionThreads = 256;
-constexpr int kMostHead = 256;  // elements of a head
+constexpr int kMostHead = 256;  // maximum elements of a head
 
 // An operand as [batch, heads, rows, contiguous elements], of the problem's dtype. Strides are in elements.
 template <class Memory>
@@ -55,7 +55,7 @@ struct Span {
   HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
 };
 
-// Columns that each row of one batch element attends to. Begin and end are non-decreasing in the row.
+// Columns that each row of one batch element attends to. Over the rows that exist, begin and end are non-decreasing.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;

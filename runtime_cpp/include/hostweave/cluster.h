@@ -6,7 +6,7 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Thread block cluster with distributed shared memory. One block before compute capability 9.0.
+// Thread block cluster with distributed shared memory. Before compute capability 9.0, a cluster is one block.
 struct Cluster {
 #if __CUDA_ARCH__ >= 900
   __device__ static int rank() {
@@ -25,7 +25,7 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // A barrier in two parts. A thread need not complete its writes before it arrives, so other threads may not see these
+  // arrive and wait are a barrier in two parts, without ordering of memory: other threads may not see a thread's earlier
   // writes.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -8,13 +8,13 @@ namespace hw {
 struct Name;
 std::string text_of(const Name& argument);
 
-// An argument has the wrong dtype, shape, device or layout. The message begins with its name.
+// An argument or a size of a call is invalid, for example because of a wrong dtype, shape or device.
 class ArgumentError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// A CUDA, NCCL or cuBLASLt call failed, or a rank failed to take part in the program.
+// The program cannot run, for example because a CUDA, NCCL or cuBLASLt call failed.
 class ExecutionError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -1,4 +1,4 @@
-// 8-bit float types, in a separate header, because this header compiles slowly.
+// 8-bit float types. They are in a separate header, because cuda_fp8.h compiles slowly.
 #pragma once
 #include <cuda_fp8.h>
 

@@ -1,6 +1,6 @@
-// Matmuls with few rows, x[rows, depth] w[depth, columns]. They take as long as reading the weights once. A cluster computes
+// Matmuls with few rows, x[rows, depth] w[depth, columns]. Their time is bound by reading the weights once. A cluster computes
 // kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
-// are deterministic. One kernel may compute several matmuls with the same x.
+// are deterministic. One kernel may compute several matmuls with the same x. Each warp then works on one of these matmuls.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -60,7 +60,7 @@ __device__ uint2 four_terms(const uint4& v, int i, T) {
 
 #ifdef __CUDA_FP8_H__  // kernels without 8-bit floats omit cuda_fp8.h, which compiles slowly
 
-// 8-bit floats are multiplied as f16, which is exact.
+// 8-bit floats are multiplied as f16. The conversion to f16 is exact.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
   multiply_add(sums, w, x0, x1, f16());
 }
@@ -152,7 +152,8 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Sums of f32, without tensor cores, which would round the operands. 16 lanes own 4 columns each.
+// Sums of f32, without tensor cores, which would round the operands. Two lanes own the same 4 columns, and each sums half of
+// the terms of a step.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -264,9 +265,9 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. Prefetches the first weights
-// before hw::griddep_wait(), and allows the next kernel to launch early. With `kOfBlocks`, each block of 128 terms has its own
-// scales.
+// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. If the operands allow 16-byte
+// reads, prefetches the first weights before hw::griddep_wait(). Allows the next kernel to launch early. With `kOfBlocks`, each
+// block of 128 terms has its own scales.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {

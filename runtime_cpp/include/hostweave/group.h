@@ -1,4 +1,4 @@
-// Ends this thread's NCCL group if an exception is thrown in it.
+// Ends this thread's NCCL group if an exception leaves the group's scope.
 #pragma once
 #include <nccl.h>
 
@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// Declare it between ncclGroupStart and ncclGroupEnd.
+// Declare an object of this class between ncclGroupStart and ncclGroupEnd.
 class CloseGroupOnError {
  public:
   CloseGroupOnError() = default;

@@ -31,8 +31,8 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Row and column of tile number `place`. The order is column by column in bands of at most 16 rows, so that concurrent tiles
-// share operands. Each band reads all columns again, so bands have about the same number of rows.
+// Row and column of tile number `place`. The order is column by column in bands of at most 16 rows of tiles, so that
+// concurrent tiles share operands. Each band reads all columns again, so bands have about the same number of rows.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = place / (height * across) * height;
   const int rows = down - first < height ? down - first : height, in_band = place - first * across;

@@ -183,8 +183,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Distributes 0..n, in steps of kWidth, over the threads of the grid, the blocks, or the threads of a block, so that accesses are
-// coalesced. kWidth divides n.
+// Distribute 0..n: over_grid over the threads of the grid, over_blocks over the blocks, and over_threads over the threads of a
+// block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};

@@ -1,6 +1,6 @@
 // Gather, scatter, scans and sorting. Each op processes whole 1-D slices of its operand along one dim; a slice is called a lane.
-// A thread processes a lane, or a part of a lane, if adjacent lanes are interleaved in memory. Otherwise a block processes a
-// lane.
+// If adjacent lanes are interleaved in memory, a thread processes a lane or a part of a lane. Otherwise a block, or a team of
+// blocks, processes a lane.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -31,7 +31,7 @@ HW_DEVICE int64_t start(T id, int64_t n) {
 // First global index that this rank holds; 0 if it holds none.
 HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
 
-// Global indices that this rank holds.
+// Range of global indices that this rank holds.
 struct Rows {
   int64_t first, length;
 };
@@ -165,8 +165,8 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
 }
 
 // Sorts elements by group, where x[i] is the group of element i. Groups are 0 to kGroups - 1. Writes three arrays to y: the ends
-// of the groups, the indices of the sorted elements, and the position of each element in that order. Elements in no group get
-// zeros.
+// of the groups, the indices of the sorted elements, and the position of each element in that order. The position
+// of an element without a group is 0. Unused indices are also 0.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -296,14 +296,15 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
   }
 }
 
-// y = x, except that source[i] is written to y[index[i]]. The last of several writes to one position wins.
+// y = x, except that source[i] is written to the global index index[i], if y contains it. The last of several writes to one
+// position wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// y[i] is the sum of the source elements whose index is i.
+// Element i of y is the sum of the source elements whose index is the global index rows.first + i.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

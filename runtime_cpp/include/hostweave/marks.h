@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// Collects the marks that this thread makes during its lifetime, in order.
+// Collects the marks that the constructing thread makes while this object exists, in order.
 class Marks {
  public:
   Marks();
@@ -18,7 +18,7 @@ class Marks {
   Marks(Marks&&) = delete;
 
   cudaError_t add(cudaStream_t stream);
-  // Milliseconds from `begin` to each mark since the last call. All marks must have been reached.
+  // Milliseconds from `begin` to each mark that was made since the last call of `take`. All marks must have been reached.
   std::vector<float> take(cudaEvent_t begin);
 
  private:
@@ -26,7 +26,7 @@ class Marks {
   std::size_t used_ = 0;
 };
 
-// Enqueues a mark. Does nothing if no Marks object exists.
+// Enqueues a mark. Does nothing if this thread has no Marks object.
 cudaError_t mark(cudaStream_t stream);
 
 }  // namespace hw

@@ -30,8 +30,8 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
-// A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. If the
-// reciprocal is known to be a normal number (kNormal), it is not scaled.
+// A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. With
+// kNormal, the caller states that the reciprocal is a normal number, and the divisor is not scaled.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>
@@ -123,8 +123,9 @@ HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// Floor division, and modulo with the sign of the divisor. Both give 0 for divisor 0. Tests `< 1` instead of `< 0`, because
-// compilers warn about `< 0` for unsigned types.
+// Integer division. floor_divide rounds down, the result of fmod has the sign of the dividend, and the result of remainder has
+// the sign of the divisor. All three return 0 for divisor 0. The code tests `< 1` instead of `< 0`, because compilers warn about
+// `< 0` for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);

@@ -1,4 +1,4 @@
-// Matmuls by cuBLASLt. A plan is made once per shape; calls only enqueue work.
+// Matmuls by cuBLASLt or, for few rows, by kernels of this package. `prepare` makes plans; calls only enqueue work.
 #pragma once
 #include <cublasLt.h>
 
@@ -36,15 +36,15 @@ struct Epilogue {
 };
 
 // Modes of scales for 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC: a scale per row of a, and per column
-// of b. VEC128: a scale per row or column and per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128: a
-// scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
+// of b. VEC128: a scale per 128 elements of each row of a, or column of b; scales of adjacent rows or columns are contiguous.
+// BLK128x128: a scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t
 };
 
-// Plan of c[..., m, n] = a[..., m, k] b[..., k, n] with NumPy broadcasting of leading dims: all arguments of cublasLtMatmul
-// except the pointers. f16, bf16 and f32 accumulate in f32, f64 in f64. f32 uses TF32 only with CUBLAS_COMPUTE_32F_FAST_TF32.
+// Plan of c[..., m, n] = a[..., m, k] b[..., k, n] with NumPy broadcasting of leading dims. 8-bit floats, f16, bf16 and f32
+// accumulate in f32, f64 in f64. f32 uses TF32 only with CUBLAS_COMPUTE_32F_FAST_TF32.
 class MatmulPlan {
  public:
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
@@ -53,12 +53,12 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
   // Selects an algorithm for these shapes, unless they are among the last kMostPlans shapes. Selection waits for the device. If
-  // the rank measures, selects the fastest of the algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt does not
-  // support the matmul.
+  // Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt
+  // does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or several if one
-  // batch stride cannot cover all leading dims.
+  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times
+  // if one batch stride cannot cover all leading dims.
   cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:

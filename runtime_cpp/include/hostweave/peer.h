@@ -1,5 +1,5 @@
-// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. Uses
-// only the id type of NCCL on GPUs.
+// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On
+// GPUs, it uses only the id type of NCCL.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
 // to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA
@@ -49,7 +49,7 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps memory of all ranks that `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory without waiting. A later `map` or `free` frees `data` if peers still map `data`.
+  // Unmaps the peers' memory without waiting. If peers still map `data`, a later `map` or `free` frees it.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);

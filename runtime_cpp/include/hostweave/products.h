@@ -6,8 +6,8 @@
 
 namespace hw {
 
-// Matmuls x[rows, depth] w[depth, columns] of up to kFewRows rows with kCount weights. x is row-major. All weights have one
-// layout: row-major, or column-major if transposed, with the given pitch in elements.
+// Matmuls x[rows, depth] w[depth, columns] with kCount weights, and up to kFewRows rows, or kFewScaledRows with scales. x is
+// row-major. All weights have one layout: row-major, or column-major if transposed, with the given pitch in elements.
 template <class T, int kCount>
 struct FewRows {
   int64_t rows, depth, columns;

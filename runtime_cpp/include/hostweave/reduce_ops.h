@@ -12,8 +12,8 @@ struct Indexed {  // an element and its index
   int64_t index;
 };
 
-// Accumulator of floats. On the CPU device one thread adds all terms, in f64 with compensation (Neumaier's sum). On a GPU many
-// threads share a sum, so no thread adds many terms.
+// Accumulator of floats. On the CPU device one thread adds all terms, in f64 with compensation (Neumaier's sum). On a GPU
+// threads usually share a long sum, so each thread adds fewer terms, without compensation.
 #ifdef __CUDACC__
 template <class T>
 using Sum = T;

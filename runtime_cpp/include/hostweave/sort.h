@@ -93,8 +93,8 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
 }
 
 // Sorts the first k = order.length elements of a long row. Returns false if more than kSorted candidates remain. A candidate does
-// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. Candidates are few, unless many
-// elements are equal.
+// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. Candidates are usually few, unless
+// many elements are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -212,7 +212,7 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
 }
 
 // Stable LSD radix sort of a long row. Each block of the team owns a part of the row. The two halves of `order` hold 32-bit
-// indices: one is read, and the other is written. Without a cluster, blocks exchange counts in the half that is written next.
+// indices: one is read, and the other is written. In a cooperative grid, blocks exchange counts in the half that is written next.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));

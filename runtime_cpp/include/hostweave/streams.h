@@ -67,9 +67,9 @@ class Events {
 // Runs calls that use the same memory or signals one after another, also on different streams.
 class CallOrder {
  public:
-  // Enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and `end_call` records the end of this
-  // call. In a capture, the wait and the record become nodes of the graph, so that its launches are ordered with calls. While an
-  // OfKernels exists, a capture gets no such nodes.
+  // `begin_call` and `end_call` enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and
+  // `end_call` records the end of this call. In a capture, the wait and the record become nodes of the graph, so that its
+  // launches are ordered with calls. While an OfKernels exists, a capture gets no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.

@@ -17,8 +17,8 @@ class TermExchange {
   // All programs of a rank share the resources of a channel.
   TermExchange(Rank& rank, const Channel& channel);
 
-  // Collective when first called for a channel. Kernels exchange data if all GPUs have peer access; otherwise NCCL gathers the
-  // data before the kernel.
+  // The first call for a channel is collective. If all GPUs of the channel have peer access, kernels exchange data. Otherwise
+  // NCCL gathers the data before the kernel.
   void prepare();
 
   // Returns the order of all calls of the rank that exchange data in kernels. All ranks must make these calls in the same order.

@@ -456,7 +456,8 @@ struct LandedBlocksAt {
   }
 };
 
-// Vectors must not cross the end of a block.
+// Address whose alignment decides if vector accesses are possible. The size of a block is included, because vectors must not
+// cross the end of a block.
 template <class T, int kRanks, bool kSums>
 HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));
