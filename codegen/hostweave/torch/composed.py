@@ -145,8 +145,8 @@ def rwkv_attention(
 ) -> Any:
     """Computes `rwkv_linear_attention` of transformers as a scan over tokens. Calls `of_token` for a single token.
 
-    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The exponents m are maxima,
-    and get no gradient, because m cancels in the result.
+    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state, or an empty state. The
+    exponents m are maxima, and get no gradient, because m cancels in the result.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)
@@ -219,7 +219,7 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """Counts the elements of a sorted row that are less than each value. With `right`, equal elements count too."""
+    """For each value, counts the elements of the sorted row that are less. With `right`, equal elements count too."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
     values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
@@ -309,7 +309,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`."""
+    """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`. With
+    `include_last_offset`, its last element is the end of the last bag."""
     if scale_grad_by_freq or sparse:
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
@@ -370,8 +371,10 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Returns the mantissa, from 0.5 to below 1, and the exponent. The exponent from log2 may be too large or too small by 1. The mantissa
-    is then out of range, and the exponent and the mantissa are corrected."""
+    """Returns the mantissa and the exponent. The absolute value of the mantissa is 0.5 to below 1. For 0, infinities and NaNs the
+    mantissa is x, and the exponent is 0.
+
+    The exponent from log2 may be too large or too small by 1. The mantissa is then out of range, and both are corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may overflow, so x is multiplied in two steps
@@ -435,7 +438,7 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
     return _normal(torch.empty(size, dtype=dtype), mean, std, generator)
 
 
-# ops that torch's own rules decompose, in forward and backward graphs
+# ops that the rules of torch decompose
 _BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv permute_copy narrow_copy"
 
 _VIEWS: dict[Any, Callable[..., Any]] = {

@@ -1,7 +1,7 @@
-"""Runs the step of a torch optimizer, and records its ATen ops on one parameter, its gradient and its state.
+"""Records the ATen ops that the step of a torch optimizer runs for one parameter.
 
-The tensors are on the device "meta", so they have no memory. Values on the host, such as the step number, are computed during recording.
-The recorded ops contain these values as numbers.
+The parameter, the gradient and most tensors of the state are on the device "meta", so they have no memory. Values on the host, such as the
+step number, are computed during recording. The recorded ops refer to these values by their indices in a list of numbers.
 """
 
 import inspect
@@ -28,9 +28,9 @@ from hostweave.base.errors import ArgumentError, Location, ProgramError, stated_
 from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.nodes import shape_of
 
-PARAMETER, GRADIENT = "parameter", "gradient"  # names of the values that every optimizer's step reads
-_OFF = ("foreach", "fused")  # options that are switched off: they change the speed, but not the results
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps; other options are compiled as constants
+PARAMETER, GRADIENT = "parameter", "gradient"  # names of the inputs of a step that are not state
+_OFF = ("foreach", "fused")  # options that are switched off: they select faster implementations of the same step
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that `RecordedStep` varies to find the numbers that may change
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
 
@@ -47,14 +47,17 @@ class OperandSource:
 
 @dataclass(frozen=True)
 class Number:
-    """An operand that is a number. `at` is its index among the numbers of the step."""
+    """An operand that is a number. `at` is the index of the number in `UpdateStep.numbers`."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` has the dtypes and shapes of its results. `location` is the line of the optimizer's code."""
+    """An ATen op without side effects. `made` has the dtypes and shapes of the results.
+
+    `location` is the line of the optimizer that calls the op.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -74,22 +77,22 @@ Call = tuple[Any, Mapping[object, Any], Sequence[object], Any]
 
 @dataclass
 class UpdateStep:
-    """One step of an optimizer for one parameter. `results` gives the new value of the parameter and of each entry of the state."""
+    """One step of an optimizer for one parameter. `results` gives the sources of the new parameter and of new state on "meta"."""
 
     ops: list[UpdateOp]
     numbers: list[float]
     roles: list[str]  # role of each number in its op, such as "mul" or "addcdiv_value"
     results: dict[str, OperandSource]
-    filled: dict[str, float]  # entries of the state that this step creates -> initial value
+    filled: dict[str, float]  # entries of the state that this step fills with one number -> the number
     host: dict[str, Any]  # entries of the state that stay on the host -> value after the step
-    calls: list[Call]  # for a replay; empty if a number of the step is not an argument of a call
+    calls: list[Call]  # for a replay; empty if the step cannot be replayed
 
     @property
     def words(self) -> tuple[object, ...]:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """Computes the new parameter and state. `values` contains the program's tensors by name.
+        """Computes the new parameter and state. `values` maps names of operands to tensors of the program.
 
         `numbers` maps the indices of numbers to inputs of the program. All other numbers are constants.
         """
@@ -128,7 +131,7 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step and updates the state. `options` replaces the options of the group."""
+        """Records a step and updates the state. `options` replaces the options of the group in this step."""
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         name = type(self._optimizer).__name__
         try:
@@ -142,11 +145,11 @@ class Shadow:
         return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, self._host)
 
     def replayed(self, step: UpdateStep) -> UpdateStep | None:
-        """Returns a step with the ops of a recorded step and new numbers, and updates the state. Returns None if an op differs."""
+        """Runs another step. Returns the recorded step with the new numbers, or None if the calls differ from the recorded calls."""
         replay = _Replay(step.calls)
         try:
             self._run(replay)
-        except Exception:  # if the error has another cause, recording the step raises it again
+        except Exception:  # the caller then records the step, and an error with another cause occurs again
             return None
         is_complete = len(replay.numbers) == len(step.numbers) and next(replay.calls, None) is None
         return replace(step, numbers=replay.numbers, host=self._host) if is_complete else None
@@ -180,9 +183,9 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if zeros are the initial values of these state entries.
+    """True if steps from zeros in these state entries give the same results as steps from an empty state.
 
-    Runs the optimizer once from an empty state and once from zeros, and compares the results.
+    Compares the results of two steps with random gradients. Returns False if a step raises an error.
     """
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
@@ -213,14 +216,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roles: list[str] = []
         self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain these numbers
         self._calls, self._can_replay = list[Call](), True
-        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> its value
-        self._first: dict[int, OperandSource] = {}  # storage -> its first value
+        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> source of the tensor
+        self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in it
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
-        """Returns the recorded step without the ops that fill new state entries. `filled` contains the initial values of these entries."""
+        """Returns the recorded step without the ops that fill new state entries with a number. `filled` contains these numbers."""
         filled: dict[str, float] = {}
         named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that it creates
         for name, tensor in kept.items():
@@ -309,7 +312,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, read, anew=target is not None)
 
     def _location(self) -> Location | None:
-        """The line of the optimizer's file that is being executed."""
+        """Line that is being executed in the file of the optimizer's `step`. None if no caller is in this file."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename != self._file:
             if frame.f_back is None:
@@ -318,7 +321,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """Operand of an op: a value of the program, a number, or an attribute such as a dim."""
+        """Converts an argument of an op to an OperandSource or a Number. Returns attributes, such as dims, unchanged."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)
@@ -354,7 +357,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if anything else differs."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error if anything else differs."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -499,7 +502,8 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Records one step for each scheduled option, with a slightly changed value. Omits options for which the recording fails."""
+        """Records one step for each scheduled option, with a slightly changed value. Omits options that have no number to
+        change, and options for which the recording fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -518,13 +522,12 @@ class RecordedStep:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Key of the step. Parameters with equal keys have the same ops, numbers and initial state."""
+        """Key of the step. Parameters with equal keys have the same group, ops, numbers and initial state."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """Records the step that starts from the host state `host`, which is None before the first step. `name` is the module's name for
-        messages."""
+        """Returns the step that starts from the host state `host`. `host` is None before the first step. Errors begin with `name`."""
         step = None
         if host is not None and self.step.calls:
             self._start_from(host)
@@ -563,7 +566,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Returns an option with slightly changed numbers. Returns `of_zero` for 0, and None for an option without floats."""
+    """Returns an option with floats that are 1% smaller. Returns `of_zero` for 0, and None if no number can be changed."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None
