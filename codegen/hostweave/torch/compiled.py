@@ -140,7 +140,7 @@ class CompiledModule(Delegating):
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments. Raises ArgumentError if the module was compiled for different arguments, or has changed
-        since then."""
+        since compile time."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,8 +211,8 @@ class CompiledModule(Delegating):
 
         The value is "traced", or "as layers.0" if the module uses the trace of the equal module `layers.0`.
 
-        If the attributes or calls of a module differ, the module is traced separately. The value then has the reason: `traced: its
-        attention.scale differs from layers.0`.
+        If the attributes or calls of a module differ, the module is traced separately. The value then has a reason, such as
+        `traced: its attention.scale differs from layers.0`.
         """
         return self._graph.traced
 
@@ -221,8 +221,8 @@ class CompiledModule(Delegating):
         return type(self._module).__name__
 
     def takes(self, **kwargs: Any) -> bool:
-        """True if the module was compiled for these arguments. Dtypes of tensors must match, and sizes of tensors that are not written.
-        Other values must be equal."""
+        """True if the module was compiled for these arguments. Dtypes and numbers of dims must match. Sizes must
+        match too, unless the program writes to the tensor. Other values must be equal."""
         try:
             given = self._passed((), kwargs)
         except ArgumentError:
@@ -257,7 +257,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns the keyword arguments of a call for one rank, with copies of the rank's blocks of all tensors that the program writes."""
+        """Returns the keyword arguments of a call for one rank. A copy of the rank's block replaces each tensor that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [
@@ -307,7 +307,8 @@ class CompiledModule(Delegating):
             given[1](condition, *given[3:], **check.kwargs)
 
     def _returned(self, known: dict[Node, Any]) -> Any:
-        """Builds the module's result from the values of the graph's nodes. Constants are copied, because the caller may write to them."""
+        """Builds the module's result from the values of the graph's nodes. Constants that the module does
+        not own are copied, because the caller may write to them."""
         constants = self._graph.constants
 
         def value(node: Any) -> Any:

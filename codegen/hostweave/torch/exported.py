@@ -60,10 +60,11 @@ max_pool2d_with_indices_backward
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """Exports the graph of a module for these inputs. The graph is functional, and its ops are core ATen or in `_KEPT`.
+    """Exports the graph of a module for these inputs. The graph is functional. The rules of `decompositions`, or of
+    `before_derivatives` in training, have been applied to it.
 
     Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
-    marks each value that loses its gradient by detach() or torch.no_grad().
+    marks each use of a value that loses its gradient by detach() or torch.no_grad().
     """
     tensors = [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]
     for name, given in tensors:
@@ -135,8 +136,8 @@ def exported(
 
 @contextmanager
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
-    """Inside the `with` block, adds to `assigned` the line that stores a tensor in each attribute of a module, and refuses `.data`. Removes
-    new attributes with traced tensors afterwards."""
+    """Refuses `.data` of traced tensors in user code. In `assigned`, maps each attribute in which a module stores a tensor to the line
+    of the store. After the `with` block, removes new attributes with traced tensors."""
     thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
 
     def put(part: nn.Module, name: str, value: Any) -> None:

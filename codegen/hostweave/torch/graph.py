@@ -36,7 +36,7 @@ class Origin:
     """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module.
 
     `name` and `value` are those of the module's tensor. The kind "written" is a buffer that the forward pass of a training program writes
-    to. The kind "seeds" is the tensor of random seeds, which each call draws again.
+    to. The kind "seeds" is a tensor of random seeds. Each call draws new seeds.
     """
 
     kind: str
@@ -70,14 +70,14 @@ class Graph:
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # placeholder or constant -> name of the fusion's input
-    constants: dict[Node, Any] = field(default_factory=dict)  # node -> value, for values that depend on no input and no parameter
+    constants: dict[Node, Any] = field(default_factory=dict)  # node -> value, for values that are known at compile time, except buffers
     parameters: dict[str, str] = field(default_factory=dict)  # input of the fusion -> name of the module's tensor
     arguments: list[Node] = field(default_factory=list)  # placeholders of the module's arguments, including numbers
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant that is bound to it
     uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> the number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
-    checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
+    checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call and may raise an error
     tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
     of_calls: bool = False  # True if calls of a module return the results, so that results may share memory
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
@@ -111,7 +111,7 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """Nodes that the program computes, in order: the nodes between inputs or parameters and outputs.
+        """Nodes that the program computes, in order: the ops that an output needs and that are not constants.
 
         Sizes are not included, because they are part of types."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
@@ -146,7 +146,8 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Maps values that the module returns under a key, such as `loss`, to the key. A written input `x` has the key `new_x`."""
+        """Maps values that the module returns under a key, such as `loss`, to the key. The key of the new value of a written
+        input `x` is `new_x`."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
         made = {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
         return made | {value: f"new_{self.names[node]}" for node, value in self.written.items() if value in made}
@@ -205,8 +206,8 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes values that depend only on constants and on buffers that are not written to. Constants that the program reads become
-        inputs."""
+        """Computes values that depend only on constants and on buffers that are not written to. Constant tensors that
+        the program reads become inputs, with some exceptions."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -391,7 +392,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The value that all elements have. None if elements differ, or if there are no elements."""
+    """The value that all elements have. None if there are no elements, or if elements differ, such as 0.0 and -0.0."""
     first = value.flatten()[:1]
     if not value.numel() or not bool((value == first).all()):
         return None

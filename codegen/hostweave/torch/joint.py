@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Ops that return their operand, and assertions. Programs do not contain such ops.
+# Ops that return the values of their operand, and assertions. Programs do not contain such ops.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -50,7 +50,7 @@ class Joint:
     origins: list[Origin]  # tensors of the module or arguments, one for each of `sources`
     results: list[Node]  # nodes of `outer` that the joint graph computes
     differentiable: list[bool]  # True for each result that has a gradient
-    whole: GraphModule  # joint graph: returns the results, then the gradients of all sources
+    whole: GraphModule  # joint graph: returns the results, then one gradient or None for each source
     needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class Joint:
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
-        """Sharding of an origin's tensor, which its gradient shares."""
+        """Sharding of an origin's tensor and of the gradient of this tensor."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -221,7 +221,7 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Decompositions of torch and of this package. The dict is cached, because torch visits all of its ops to make it.
+    """Decompositions of torch and of this package. The dict is cached, because `core_aten_decompositions` visits all ops of torch.
 
     Log-softmax is decomposed so that the backward pass recomputes it from the logits. The f32 result of log-softmax is often a model's
     largest tensor.
@@ -326,7 +326,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradient of each row-sharded result by the number of ranks, because `fully_shard` averages the losses of ranks."""
+    """Divides the gradient of each row-sharded result by the number of row blocks. `fully_shard` averages the losses of these blocks."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -359,7 +359,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
-    """Maps a node to a pattern in its constants: an attention mask, such as "causal", or operands of a rotary embedding."""
+    """Maps an attention op with a recognised mask to the name of the mask, such as "causal". Maps a rotary embedding to its operands."""
     found: dict[Node, Any] = {}
     for node in outer.nodes:
         mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None

@@ -2,8 +2,8 @@
 decomposition, a copy of the first layer's nodes replaces each of these ops.
 
 Two modules of a list are equal under three conditions. The modules have the same structure. All attributes that the first module reads
-while it is traced are equal in the second. Both modules are called with equal arguments, except for the values of tensors. Attributes that
-are never read may differ.
+while it is traced are equal in the second. Both modules are called with equal arguments, except for the values of tensors, and in the same
+grad and autocast modes. Attributes that are never read may differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. `key` is equal for calls of equal layers, and None if an argument cannot be compared."""
+    """A call of a layer. `key` is equal for calls of equal layers, and None if an argument or a cache cannot be
+    compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -212,7 +213,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
-    """Describes how a layer differs from a traced one. Returns "" if both layers compute the same."""
+    """Describes how a layer differs from a traced one. Returns "" if the trace can represent the layer."""
     if structure != first.structure:
         return "its structure differs"
     if call.key != first.call.key:
@@ -251,7 +252,7 @@ def _contents(value: Any) -> Any:
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """Records attribute accesses of a layer's submodules inside the `with` block. Yields the attributes that were read, by path, and the
-    names of written attributes. With `has_cache`, a submodule that reads its index in a cache gets an `Index`.
+    names of attributes that were changed. With `has_cache`, a submodule that reads its index in a cache gets an `Index`.
     """
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
