@@ -1,4 +1,4 @@
-"""Host time and bandwidth of every kind of communication, each as a program of one instruction, compared with direct NCCL calls.
+"""Host time and bandwidth of the communications in COMMUNICATIONS, each as a separate program, compared with direct NCCL calls.
 
 Both variants are compiled programs in this process. In the variant with direct calls, the NCCL calls replace the generated body of `run`.
 """

@@ -1,4 +1,4 @@
-"""Time of compilation: import, lowering, growth with the number of ops, compilation with an empty cache, load from the cache."""
+"""Time of compilation: import, lowering, growth with the number of ops, checks, compilation with an empty cache, load from the cache."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Eight layers with weights sharded over all GPUs (FSDP): the fraction of the gathers' time that matmuls hide.
 
-Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered before use. The number of rows is chosen
-so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest rank: the median
-over calls that all ranks start together. One program has only the gathers, one has only the layers with replicated weights, and one has
-gathers and layers. This last program runs sequentially, with the compiler's choice, and with asynchronous gathers by NCCL kernels or by
-copy engines.
-Weights are sharded by rows, by columns, or as in a PyTorch linear layer, whose rows are the columns of the matmul. With weights by columns,
-or as in a linear layer, matmuls can process one shard after another. Data is random, in bf16. One thread per GPU.
+Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 or 8192 x 4096, which are gathered before use. The number
+of rows is chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest
+rank: the median over calls that all ranks start together. One program has only the gathers, one has only the layers with replicated
+weights, and one has gathers and layers. The last of these programs has several variants: sequential, the compiler's choice, and
+asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by columns, or as in a PyTorch linear layer, whose
+rows are the columns of the matmul. With weights by columns, or as in a linear layer, matmuls can process one shard after another. Data is
+random, in bf16. One thread per GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Milliseconds per token of `generate` at Llama 3 8B shapes, compared with transformers.
 
-`torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on all
-GPUs, and launches one CUDA graph per token. The library transformers runs on one GPU, with a static cache and a decoder that torch
-compiles. The time of a token is (time of 64 new tokens - time of 16) / 48, which excludes the prompt and compilation. The benchmark first
-prints the time of each variant's first call. Then variants alternate. `--tiny` runs small layers, also on CPUs.
+`torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on the
+GPUs of all processes, and launches one CUDA graph per token. The library transformers runs on one GPU, with a static cache and a decoder
+that torch compiles. The time of a token is (time of 64 new tokens - time of 16) / 48, which excludes the prompt and compilation. The
+benchmark first prints the time of each variant's first call. Then variants alternate. `--tiny` runs small layers, also on CPUs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Compares predicted with measured times on two GPUs: gathers and reduce-scatters with matmuls, sharded weights, a layer,
-decoding and experts.
+"""Compares predicted with measured times: gathers and reduce-scatters with matmuls, sharded weights, a layer, decoding and experts.
 
 `predictions.py predict` writes predicted.json, without a GPU, from the figures of H100 and H200 that come with the package. Without
-`predict`, the script runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe` on two GPUs, as the
-cost model chooses. The programs of `overlap` and `fsdp` also run sequentially. The script prints the error of each prediction. Times are
-milliseconds of the slowest rank: the median over calls that all ranks start together, with random data. Arguments are names of parts;
-default: all.
+`predict`, the script runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe`, as the cost model
+chooses. Programs run on two GPUs, except cases of one GPU in `decode` and `moe`. The programs of `overlap` and `fsdp` also run
+sequentially. The script prints the error of each prediction. Times are milliseconds of the slowest rank: the median over calls that all
+ranks start together, with random data. Arguments are names of parts; default: all.
 """
 
 from __future__ import annotations

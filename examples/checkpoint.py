@@ -52,7 +52,7 @@ def read_json(path):
 
 def read_config(folder, dtype=None):
     """Returns the config, the rotary frequencies (radians per token for each pair of elements), and the end-of-text tokens. Raises
-    CheckpointError if the model is not a Llama."""
+    CheckpointError if the file cannot be read, or if the model differs from a plain Llama."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -79,7 +79,8 @@ def read_config(folder, dtype=None):
 
 
 def frequencies(size, theta, scaling=None):
-    """Rotary frequencies theta ** (-2 i / size). Llama 3.1 divides the low frequencies by a factor, for longer texts."""
+    """Rotary frequencies theta ** (-2 i / size). With `scaling`, as in Llama 3.1, the low frequencies are divided by a factor, for longer
+    texts."""
     rates = 1 / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling:
         low, high, factor = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
@@ -99,7 +100,7 @@ def read_tokenizer(folder):
 def read_weights(folder, types, mesh, rank, device="cpu"):
     """Reads this rank's shard of each tensor of the model. Returns the shards by name.
 
-    Raises CheckpointError if `types` names a tensor that the checkpoint lacks, or if the checkpoint has a tensor that `types` lacks.
+    Raises CheckpointError if the checkpoint does not fit `types`, such as if a tensor is missing or has another shape.
     """
     open_file, torch = needed("safetensors").safe_open, needed("torch")
     index = folder / "model.safetensors.index.json"

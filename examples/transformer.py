@@ -1,8 +1,8 @@
-"""Transformer layers as users write them. The type of the input determines if a layer is tensor-parallel or sequence-parallel.
+"""Transformer layers as users write them. Layers with `_tp` in their names are tensor-parallel, and those with `_sp` sequence-parallel.
 
-MLP and attention are plain functions. The first weight is sharded over `tp` by columns and the second by rows, so the result is a partial
-sum. The partial sum is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the sequence.
-The backward passes are written with the same ops.
+MLP and attention are plain functions. The last weight is sharded over `tp` by rows and all weights before it by columns, so the result is a
+partial sum. The partial sum is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the
+sequence. The backward passes are written with the same ops.
 """
 
 from math import pi, sqrt
@@ -12,7 +12,7 @@ import hostweave as hw
 mesh = hw.Mesh(dp=2, tp=4)
 B = "B@dp"  # sequences of the batch; "B" on a mesh of tp alone
 T = "T@dp"  # the tokens of all sequences
-TS = "T@dp,tp"  # the same, also sharded over tp
+TS = "T@dp,tp"  # the tokens of all sequences, also sharded over tp
 dtype = hw.bf16
 H = 32  # heads of the query
 G = 8  # heads of key and value
@@ -111,7 +111,7 @@ def grouped_query_sp(x, wq, wk, wv, wo, cos, sin):
 GPT = {
     **HEADS,
     **MLP,
-    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # norms, and biases that are added after a reduction
+    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # of norms, and biases that are added after a reduction
     "seed": hw.u32[()],
 }
 LLAMA = {**GROUPS, **SWIGLU, "n1": dtype["E"], "n2": dtype["E"], **TABLES}
@@ -170,7 +170,7 @@ def linear_rows_backward(x, w, dy):
 
 
 def mlp_gradients(x, h, w1, w2, dy):
-    """Gradients of an MLP. `h` is the result of the first linear layer."""
+    """Gradients of x, w1 and w2 of an MLP. `h` is the product of x and w1."""
     dw2 = hw.matmul(hw.gelu(h).T, dy)
     dh = hw.matmul(dy, w2.T) * gelu_slope(h)
     dw1 = hw.matmul(x.T, dh)

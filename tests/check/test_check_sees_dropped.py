@@ -100,7 +100,7 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
 
 
 def steps_of_python(divide: Callable[[], Pieces]) -> int:
-    """Number of lines that Python executes."""
+    """Number of lines of Python that `divide` executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

@@ -70,7 +70,7 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """A buffer and its live ranges. Each has a first event, an end, and the event from which other streams may reuse the bytes."""
+    """A buffer and its live ranges. Each range has a first event, an end, and the event from which other streams may reuse the bytes."""
 
     bytes: int
     lane: tuple[str, int] | None = None  # the stream that the buffer belongs to

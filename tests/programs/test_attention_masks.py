@@ -23,8 +23,7 @@ from hostweave.types.tensor import DType
 
 @cache
 def masked(ranks: int, t: DType) -> Fusion:
-    """Attention with biases for all heads, for one head, and for a row; with sharded keys and rows; and with packed sequences, with and
-    without a batch."""
+    """Attention with biases of several shapes, with sharded keys or rows, and with packed sequences in several layouts."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),

@@ -1,4 +1,4 @@
-"""Grouped matmuls and their gradients with every routing, layout and sharding, compared with NumPy. Also hw.bincount, hw.nonzero and
+"""Grouped matmuls and their gradients with several routings, layouts and shardings, compared with NumPy. Also hw.bincount, hw.nonzero and
 hw.repeat_interleave."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # programs for 2, 3 and 8 ranks have every kind of iteration
 TWO = pytest.param(2, marks=pytest.mark.slow)  # other tests gather quantised rows in the same loops
-OTHERS = [("row", 24), ("block", "M")]  # scales and numbers of rows that only -m slow tests
+OTHERS = [("row", 24), ("block", "M")]  # scales and numbers of rows that are tested only with -m slow
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -45,7 +45,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands a [M, K] and w [N, K], and their scales, which have many magnitudes."""
+    """Operands a [M, K] and w [N, K], and scales of many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -59,8 +59,7 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Compares `y` with `want`, relative to the largest value. The tolerance is `terms` roundings: one, or one per rank if ranks add
-    partial sums."""
+    """Compares `y` with `want`, relative to the largest value. The tolerance is `terms` roundings of `dtype`."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -81,7 +80,8 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """For each kind of scales and each dim: a matmul in which this dim and its scales are sharded."""
+    """For each kind of scales and each dim: a matmul in which this dim is sharded, and the scales along this dim if their number is a
+    multiple of `ranks`."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):
@@ -101,7 +101,7 @@ def product(
 
 
 def given_to(splits: str, **given: dict[str, Array]) -> dict[str, Array]:
-    """Arguments of a product: arrays by the kind of their scales."""
+    """Arguments of `product`, from arrays by the kind of their scales: the same arrays for each dim in `splits`."""
     return {f"{name}_{kind}_{split}": array for kind, of in given.items() for split in splits for name, array in of.items()}
 
 
@@ -129,7 +129,8 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
 
 
 def test_results_are_rounded_only_once() -> None:
-    """Inputs are so small that all sums are exact, so results are bitwise equal to the rounded reference."""
+    """Operands are small integers, and scales are powers of two. All sums are then exact, and results are bitwise equal to the rounded
+    reference."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
     given |= {

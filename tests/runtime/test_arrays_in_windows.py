@@ -1,4 +1,4 @@
-"""Arrays of `group.empty`: peers access them in place. Other arrays are copied."""
+"""Arrays of `group.empty`: peers access them in place. Other arrays are copied if peers access them."""
 
 from __future__ import annotations
 

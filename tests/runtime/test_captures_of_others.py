@@ -64,8 +64,8 @@ def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captures_of_others(ranks: int) -> None:
-    """The application captures two programs in one graph, and one program twice on two streams. The application launches the graph on two
-    other streams, between calls. Captures of a program that is not prepared fail."""
+    """The application captures three calls in one graph: two calls of one program, on two streams, and a call of another program. The
+    application launches the graph on two streams, between calls. Captures of a program that is not prepared fail."""
     program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(4)]
 
