@@ -111,7 +111,7 @@ def grouped_query_sp(x, wq, wk, wv, wo, cos, sin):
 GPT = {
     **HEADS,
     **MLP,
-    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # of norms, and biases that are added after a reduction
+    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # weights and biases of norms, and biases added after a reduction
     "seed": hw.u32[()],
 }
 LLAMA = {**GROUPS, **SWIGLU, "n1": dtype["E"], "n2": dtype["E"], **TABLES}
