@@ -28,11 +28,12 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // host memory may have had these addresses before, so the history may contain accesses to it
+  forget(*pointer, bytes);  // host memory may have had these addresses before, so the history may contain earlier accesses
   return cudaSuccess;
 }
 
-// Waits for the whole device first. Does not wait for accesses by other devices.
+// Frees memory after all work of its device, but does not wait for accesses by other devices. For host memory, waits for the
+// thread's device.
 cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;

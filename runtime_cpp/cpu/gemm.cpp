@@ -183,7 +183,7 @@ void run_scaled(const Gemm& g) {
   }
 }
 
-// Splits D along its longer side into one block per idle worker.
+// Splits a large D along its longer side into at most one block per idle worker, and one block for the calling thread.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;

@@ -353,7 +353,7 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   return found;
 }
 
-// Fills outputs with NaN, so that a premature read does not find the results of an earlier call.
+// Fills outputs with 0xff bytes (NaN in every float type), so that a premature read does not find the results of an earlier call.
 void Machine::poison(const Op& op) {
   for (const Range& range : op.ranges) {
     if (!range.write || range.scratch) continue;

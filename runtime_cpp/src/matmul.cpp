@@ -272,7 +272,7 @@ struct MatmulPlan::Plan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    // Exclude algorithms that are fast because they round partial sums to 16 bits (split-k).
+    // A measurement excludes algorithms that round partial sums (split-k) to the type of the result.
     if (most > 1) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
@@ -412,7 +412,8 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// Selects the algorithm with the smallest median time with cold caches. Afterwards the kernels of all algorithms are loaded.
+// Selects an algorithm by its median time with cold caches. A later algorithm must be clearly faster (kClearly) than the best so
+// far. Afterwards the kernels of all algorithms are loaded.
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());

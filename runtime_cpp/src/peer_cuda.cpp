@@ -33,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kRanks = 64;            // maximum ranks per group
 constexpr uint32_t kMappings = 4096;  // maximum number of mappings of a group at a time
 constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work to end, and for peers to unmap memory
-constexpr auto kWordPhase = 50us;     // during an abort, all words are alternately 0 and 1 for this time
+constexpr auto kWordPhase = 50us;     // during an abort, all words are 0 for this time, then 1 for this time, repeatedly
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
 // Shared segment of a group, initially zero.
@@ -227,8 +227,8 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees memory of the current device that peers have unmapped. Memory of another device is left to its rank, because cudaFree
-// would wait for work there, and that work may wait for this thread.
+// Frees memory of the current device that peers have unmapped, or have had kUnmapPatience to unmap after an abort. Memory of
+// another device is left to its rank, because cudaFree would wait for work there, and that work may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));
@@ -376,7 +376,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Toggles all words between 0 and 1 until the device is idle, at most for kUnmapPatience. Each wait then sees its value.
+// Toggles all words between 0 and 1 until the device is idle, at most for kUnmapPatience, so that each wait sees its value.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

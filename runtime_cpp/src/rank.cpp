@@ -14,7 +14,8 @@ namespace hw {
 
 namespace {
 
-// High priority for communication that overlaps with matmuls, so that it does not queue behind all of their tiles.
+// Priority of a stream. Streams that only communicate have the highest, so that their kernels do not queue behind all tiles of a
+// matmul.
 int priority_of(const std::string& stream) {
   if (stream != "comm" && stream != "puts" && stream != "arrivals") return 0;
   int least = 0, greatest = 0;

@@ -1,8 +1,9 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, its accesses are checked, its
-// outputs are filled with NaN, and it joins its collectives. When it ends, its waiters wake. There are two modes: workers.cpp
-// runs ready ops on a thread pool, and in turns.cpp a seed chooses one step at a time among streams and host threads.
+// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, its accesses are checked, and
+// it joins its collectives. In seeded mode, its outputs are also filled with 0xff bytes. When an op ends, its waiters wake. There
+// are two modes: workers.cpp runs ready ops on a thread pool, and in turns.cpp a seed chooses one step at a time among streams
+// and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>

@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
 // HW_CHECK logs the line of a call. When the call's arguments are evaluated, its stream, events and channel add themselves to the
-// log. A milestone (milestones.h) follows each op that may wait for other calls or ranks. The milestones and the order of streams
-// and events determine which lines have finished.
+// log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, unless a capture has none. The milestones
+// and the order of streams and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -22,7 +22,7 @@ class Milestones {
   // Prepares a capture. Returns true if the capture can have milestones: on CUDA only if `wanted`, because they cost time. Throws
   // ExecutionError if CUDA fails.
   bool prepare_capture(bool wanted);
-  // Puts a milestone after the last op of a stream. Returns kNone if all milestones of a graph are in use. Throws ExecutionError
+  // Puts a milestone after the last op of a stream. Returns kNone if all milestones for graphs are in use. Throws ExecutionError
   // if CUDA fails. Only one thread at a time may call it.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.

@@ -1,7 +1,7 @@
-// GPU memory that other ranks of this host map: by address if all are threads of one process, else by IPC handle.
+// GPU memory that other ranks of this host access. Threads of one process use the same address. Processes open an IPC handle.
 //
-// Threads map memory by the virtual memory API instead of enabling peer access. With peer access, each cudaMalloc and cudaFree
-// would wait for all work on all GPUs, and so for the signals of blocked threads.
+// If all ranks are threads of one process, the virtual memory API allocates the memory. Peer access is not enabled, because each
+// cudaMalloc and cudaFree would then wait for all work on all GPUs, and so for the signals of blocked threads.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -101,8 +101,9 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term to all peers. The last block to finish increments the exchange number. Loads are issued before stores
-  // to overlap their latencies. A block sends the packets of its rows.
+  // Sends this rank's term to all peers, unless NCCL has gathered the terms. Each thread block sends an equal share of the
+  // packets. The last thread block to finish increments the exchange number. Loads are issued before stores, to overlap their
+  // latencies.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -344,8 +345,9 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, and waits for all parts of the peers. The last thread block to send increments the exchange
-  // number. The number of parts depends only on the size, so it is equal on all ranks.
+  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If `is_sent`,
+  // sets only the flags. The last thread block to send increments the exchange number. The number of parts depends only on the
+  // size and on `is_sent`, so it is equal on all ranks.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -411,8 +413,8 @@ using ScatteredSums = LandedBlocks<T, kRanks, true>;
 template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
-// Result of a kernel before the reduce-scatter of this result. Stores go to the landing memory of the peers, or to `own` for the
-// block of this rank. The kernel first calls begin().
+// Result of a kernel before the reduce-scatter of this result. Stores go to the landing memory of the peers. Stores to
+// the block of this rank go to `own`, and so do all stores if NCCL exchanges the blocks. The kernel first calls begin().
 template <class T, int kRanks>
 struct SentBlocks {
   LandedBlocks<T, kRanks, true> blocks;
