@@ -102,7 +102,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if a layer has tensors with at least one dim. The first call with a cache allocates its tensors."""
+    """True if a layer has tensors with at least one dim. The first call with a cache allocates the cache's tensors."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -179,7 +179,8 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches, as a call of the original module would change them."""
+    """Copies the attributes of returned cache layers to the given caches with layers of the same classes, as a call of the
+    original module would change them."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:

@@ -62,8 +62,8 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a launch can compute a call: tensors have the same sizes, other values are equal, and the call uses the cache of the
-        graph."""
+        """True if a launch can compute a call: tensors have the same shapes, dtypes and devices, other values are equal, and the call uses
+        the graph's cache."""
         leaves, form = _flat({**kwargs, self._word: None})
         return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -87,7 +87,7 @@ def _clone(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Leaves of values by name, and the structure of each value. Most values are leaves, for which pytree takes longer."""
+    """Returns all leaves of the values, and the structure of each value. Most values are leaves, for which pytree takes longer."""
     leaves, form = list[Any](), dict[str, Any]()
     for name, value in values.items():
         is_leaf = value is None or isinstance(value, torch.Tensor | bool)
@@ -182,8 +182,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Runs a call of one rank of a group. Calls for a token launch a graph, if the program checks no values. The first such call after
-        prompts captures the graph, unless all ranks can launch their previous graph."""
+        """Runs a call of a rank. A call for a token launches a graph if the graph takes the arguments. The first such call after
+        prompts captures the graph, unless all ranks can launch their previous graph, or the program checks values."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -249,7 +249,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call with prompts. The lengths of tokens and masks are dynamic, because they differ between calls."""
+        """Dynamic shapes for a call. Lengths of tokens and masks above 1 are dynamic, because they differ between prompts."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads, and `results` are the
-    module's values that other nodes read."""
+    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads. `results` are the
+    module's values that other nodes read or that the graph returns."""
 
     path: str
     name: str
@@ -48,7 +48,7 @@ class Layer:
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """Returns the modules of lists, such as `layers.0`, that have the same structure of nodes as another module of the list."""
+    """Returns the modules of lists, such as `layers.0`, that have consecutive nodes and the same `_signature` as another such module."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -92,7 +92,8 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """Maps each node to its module of a list. A sum of gradients belongs to the module of its last term."""
+    """Maps nodes to the outermost module of a list that contains them. A node without a module, such as a sum of gradients, belongs to the
+    module of its last operand."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:

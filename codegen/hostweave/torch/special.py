@@ -1,5 +1,5 @@
 """ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and sums that approximate integrals.
-The rules refuse float64, because the sums have only enough terms for float32. The module `composed` uses these rules.
+The rules refuse complex numbers, and float64, because the sums have only enough terms for float32. The module `composed` uses these rules.
 """
 
 import math
@@ -52,7 +52,8 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the asymptotic expansion in 1 / (8 x). All Bessel functions use the expansion for large arguments."""
+    """Even and odd part of the asymptotic expansion in 1 / (8 x). The Bessel functions I, J, K and Y use the expansion for large
+    arguments."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k
@@ -104,7 +105,8 @@ def _psi_series(order: int, z: Any, count: int) -> Any:
 
 
 def _k_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(x) K(x). Uses the series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) for larger x."""
+    """exp(x) K(x). Uses the series up to x = 1, the integral of exp(-x cosh t) cosh(order t) up to x = 25, and the asymptotic
+    expansion for larger x."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)

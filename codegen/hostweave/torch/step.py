@@ -1,4 +1,4 @@
-"""A training step as one program: forward pass, backward pass, and optimizer step, which updates parameters in place."""
+"""A compiled training step: forward pass, backward pass and optimizer step. If gradients accumulate, a second program only adds them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -35,8 +35,8 @@ class TrainingStep(Differentiated):
 
     With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are unscaled
-    before the update. If a gradient is then not finite, the update is skipped: the call changes no parameter and no state. The scale
-    changes after each update, also after a skipped update.
+    before the update. If a gradient is then not finite, the update is skipped: the call changes neither parameters nor optimizer state. The
+    scale changes after each update, also after a skipped update.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Returns the new parameters and state. With clipping, the gradient norm comes first. With scaling, the number of elements of
-        the gradients that are not finite precedes the parameters."""
+        """Returns the new parameters and state. With clipping, the gradient norm comes first. With scaling, the number of
+        gradient elements that are not finite precedes the parameters."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()

@@ -1,4 +1,4 @@
-"""A compiled module for training. The grad_fn of its outputs calls the compiled backward program."""
+"""Modules that are compiled for training. The grad_fn of a result of `TrainingModule` calls the compiled backward program."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ class TrainingModule(Differentiated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, and records the call for gradients. Raises ArgumentError if the module was compiled for
-        different arguments, or has changed since then."""
+        different arguments, or has changed since compile time."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)
@@ -172,7 +172,7 @@ class TrainingModule(Differentiated):
 
 
 class _Step(torch.autograd.Function):
-    """One call of the module. `forward` runs the forward program, and `backward` runs the backward program."""
+    """One call of a `TrainingModule`. `forward` runs the forward program, and `backward` runs the backward program."""
 
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The part of a program that computes an optimizer's step, which updates parameters and state in place."""
+"""Computes the step of an optimizer in a program. The step updates parameters and state in place."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,7 +22,7 @@ _ODD = "not_finite"  # input: number of gradient elements that are not finite, i
 
 
 class Updated(NamedTuple):
-    """A parameter that the step updates. `name` is its input of the program, and `path` is its path in the module."""
+    """A parameter that the step updates. `name` is the program input of the parameter, and `path` is the parameter's path."""
 
     name: str
     path: str
@@ -182,8 +182,8 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Refuses a step if the optimizer no longer has one of the parameters, or if the step would create state that later steps
-        cannot update. `name` is the module's name for the message."""
+        """Refuses a step if the optimizer no longer has one of the parameters, or if torch.inference_mode() is on. `name` is the
+        module's name for the message."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
@@ -272,7 +272,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a host tensor to a device in stream order. The host does not wait, because copies from pinned memory are asynchronous."""
+    """Copies a host tensor to a device. Copies to a GPU run in stream order, and the host does not wait, because the source is pinned."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -229,7 +229,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Dropout with p=0 or outside of training. In modules, another op, which takes a seed, drops elements."""
+    """Returns x, for p=0 or outside of training. In modules, `hostweave.dropout` drops elements."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x

@@ -85,7 +85,7 @@ TABLE |= {
 
 @aten("_safe_softmax.default")
 def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    """Softmax in which rows of -inf become zeros."""
+    """Softmax in which a row becomes zeros if all its elements are -inf."""
     x = cast(x, result.dtype)
     return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
 

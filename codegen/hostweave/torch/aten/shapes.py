@@ -151,7 +151,7 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
     for dim, count in enumerate(repeats):
         if isinstance(count, int):
             x = x if count == 1 else hw.concat([x] * count, dim)
-        else:  # known only when the program runs
+        else:  # the count is known only when the program runs
             before, behind = x.shape[:dim], x.shape[dim + 1 :]
             wide = hw.broadcast_to(hw.expand_dims(x, dim), *before, count, *x.shape[dim:])
             x = hw.reshape(wide, *before, result.shape[dim], *behind)
@@ -184,7 +184,7 @@ def _index(result: Result, x: hw.Tensor, indices: TensorIndices) -> hw.Tensor:
 
 @aten("hostweave.update.default")
 def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, dim: int) -> hw.Tensor:
-    """Returns x with the elements from position `begin` of a dim on replaced by an update."""
+    """Returns x with an update written along `dim`, from position `begin` on."""
     starts: list[Any] = [begin if i == dim else 0 for i in range(x.ndim)]
     return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
 
@@ -220,7 +220,7 @@ def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
 
 
 def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
-    """The first elements of x: `shape` says how many along each dim."""
+    """Slices x to `shape`, from the start of each dim."""
     parts = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
     return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
 

@@ -55,7 +55,7 @@ def aten(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# Arguments that follow from the dtype and shape of the result.
+# Arguments that `computed` does not pass to an entry. The dtype of the result is in `Result`.
 _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
@@ -117,7 +117,7 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
-    """Reshards x to these mesh axes for each dim. () means replicated."""
+    """Reshards x to these mesh axes for each dim. Replicates x if `axes` is empty."""
     axes = axes or ((),) * x.ndim
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
