@@ -318,7 +318,7 @@ TEST(ordered_launches_find_deadlocks_across_streams) {
 }
 
 TEST(communications_over_two_channels_must_be_ordered) {
-  // Communications of one channel need no additional order. An event orders those of different channels.
+  // Communications of one channel need no additional order. With `ordered`, an event orders communications of two channels.
   const auto program = [](bool ordered) {
     return [ordered, id = new_id()](int r, ncclComm_t comm) {
       const Comm other(id, 2, r);

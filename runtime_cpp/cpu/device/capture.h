@@ -46,7 +46,7 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
 
 // Returns an error and invalidates the capture if the calling thread's capture mode forbids this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// Returns an error and invalidates the capture if this stream is captured, so the call cannot query or await it.
+// Returns an error and invalidates the capture if this stream is captured, so that the call cannot query or await the stream.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu

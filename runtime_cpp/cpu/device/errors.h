@@ -8,7 +8,7 @@
 
 namespace hostweave::cpu {
 
-// Store the text for this thread and return the code.
+// These functions store the text for this thread and return the code.
 cudaError_t error(cudaError_t code, std::string text);
 ncclResult_t error(ncclResult_t code, std::string text);
 cublasStatus_t error(cublasStatus_t code, std::string text);

@@ -51,7 +51,7 @@ int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
 int hw_cpu_barrier(int participants);
-// Lets other threads and streams run; for loops that poll a condition unknown to the device.
+// Lets other threads and streams run. Call it in loops that poll a condition unknown to the device.
 int hw_cpu_pause(void);
 // Reports a failure outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
@@ -60,7 +60,7 @@ void hw_cpu_abort(const char* reason);
 // ncclCommInitRank or cublasLtCreate fail, on any thread. 0 cancels it.
 void hw_cpu_fail_call(const char* call, int nth);
 
-// Sets the source position of this thread's next calls, for reports. The check macro calls it before each call.
+// Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
@@ -100,8 +100,8 @@ typedef struct hw_cpu_range {
 } hw_cpu_range;
 
 // Enqueues a kernel: `run` is called once with a copy of the closure and executes the whole grid. `name` and the ranges are
-// copied. Seeded mode fills write-only ranges with NaN when the kernel begins. `subject` is the index of the argument whose name
-// is in reports.
+// copied. Seeded mode fills write-only ranges with 0xff bytes when the kernel begins. `subject` is the index of the argument
+// whose name is in reports.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
@@ -109,7 +109,8 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
 // increments the word.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
-// Binary signals: hw_cpu_set_signal waits until the peer has consumed the previous signal, in calls and in graphs.
+// Binary signals of transport peer. In calls and in graphs, hw_cpu_set_signal waits until the peer has consumed the previous
+// signal, and hw_cpu_take_signal waits for a signal and consumes the signal.
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 

@@ -49,7 +49,7 @@ __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, i
   return {base, x.row_stride, Sight::least(kTileSide, end - first), size, is_aligned};
 }
 
-// A thread's elements of kWidth columns.
+// Elements that one thread owns in kWidth columns.
 template <class Products, int kWidth>
 using Part = float[Products::kRows][kWidth / 16 * Products::kOf16];
 
