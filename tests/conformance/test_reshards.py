@@ -1,4 +1,4 @@
-"""Reshards between all shardings on meshes of one and two axes. The block of each rank is compared with NumPy.
+"""Reshards between all pairs of the shardings in LAYOUTS, on meshes of one and two axes. The block of each rank is compared with NumPy.
 
 One program contains all reshards on one mesh, so that it is compiled only once. The program runs at several sizes.
 """
@@ -112,7 +112,8 @@ def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Arr
 
 
 def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
-    """Even sizes, and, if the program allows them, uneven sizes, some of which give empty shards."""
+    """Sizes for a seed. They are even for seed 0. For other seeds they are uneven where the program allows it, and some shards are
+    empty."""
     even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
     uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
     return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}

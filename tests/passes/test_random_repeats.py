@@ -3,7 +3,7 @@
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded; some calls take the weight
 of another call. Calls may also take a cache each, which may be donated. Some calls return additional results, and some values between calls
 are returned or used again. Another block may then be called once for each earlier call, usually in reverse order, as in a backward pass.
-Its arguments are the input of the earlier call, the result of that call, or both.
+Each of its calls takes the result of its previous call, and the input or the result of the earlier call, or both.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Repeats(Donating):
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
         """Calls another block once for each earlier call, or never. Each call takes the input of the earlier call, the result, or both.
-        Returns the results."""
+        Returns the result of the last call, if any."""
         draw = Random(~self.seed)  # separate generator, so that other choices stay the same
         if draw.random() < 0.6:
             return ()

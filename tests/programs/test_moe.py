@@ -1,4 +1,4 @@
-"""Mixtures of experts on several ranks: the layer and its gradients equal those on one device, for every routing and capacity."""
+"""Mixtures of experts on several ranks: the layer and its gradients equal those on one device, for several routings and capacities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every pointwise op of the op table at critical values, compared with torch."""
+"""Public pointwise ops of one or two tensors at critical values. Results are compared with torch, or with NumPy for floor_divide, remainder
+and fmod."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """Every 30011th f32 of a range, which includes all exponents."""
+    """The values from `low` to `high` among every 30011th f32. By default these values have every exponent."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
@@ -115,8 +116,8 @@ OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 @pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_are_exact_over_the_whole_range() -> None:
-    """On the CPU target, results for normal numbers are within 2 units in the last place of f32, or 3 units for the functions in
-    MORE_STEPS."""
+    """On the CPU target, results are within 2 units in the last place of f32 if they are finite. For the functions in MORE_STEPS the limit
+    is stated there."""
     kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
     given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
 

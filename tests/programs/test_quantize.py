@@ -1,4 +1,5 @@
-"""Quantisation to 8-bit floats: all granularities of scales, all shardings, fusion with preceding kernels, and matmuls of the results."""
+"""Quantisation to 8-bit floats: the granularities in SCALINGS, sharded rows and columns, fusion with preceding kernels, and matmuls of the
+results."""
 
 from __future__ import annotations
 

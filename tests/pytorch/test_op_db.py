@@ -79,7 +79,8 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if results in bf16 are at least as close to the float32 results as torch's in bf16. Torch rounds more often in some ops."""
+    """True if 16-bit results are at least as close to the float32 results as torch's 16-bit results. Torch rounds more often in some
+    ops."""
     errors = [
         [max((one.double() - right.double()).abs().flatten().tolist(), default=0.0) for one, right in zip(of, exact, strict=True)]
         for of in (mine, theirs)

@@ -213,7 +213,7 @@ def test_order_of_1f1b() -> None:
 
 
 def test_order_of_zero_bubble() -> None:
-    """The ranks of the second stage compute gradients of parameters one micro-batch later."""
+    """In the last stage, the gradients of parameters are computed one micro-batch after those of the input."""
     assert by_place(schedule_of("zero_bubble", 2, 2, 3), 2) == [
         "f0.0 f0.1 i0.0 w0.0 f0.2 i0.1 w0.1 i0.2 w0.2",
         "f1.0 i1.0 f1.1 i1.1 w1.0 f1.2 i1.2 w1.1 w1.2",

@@ -80,7 +80,7 @@ except (ExecutionError, KeyboardInterrupt) as error:
 
 
 class Processes:
-    """Ranks as processes. Each one makes two calls, the second of which has the fault."""
+    """Ranks as processes. Each one prints "ready" before its last call."""
 
     def __init__(
         self, folder: Path, transport: str, place: str, fault: str, limit: float = 60, never: bool = False, captured: bool = False
