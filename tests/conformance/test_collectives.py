@@ -91,8 +91,8 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small positive and negative integers. Their sums and products are exact in every dtype, except that products of 8-bit integers may
-    wrap around."""
+    """Small integers, which may be negative if the dtype is signed. Their sums and products are exact in every dtype, except that products
+    of 8-bit integers may wrap around."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():

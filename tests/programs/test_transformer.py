@@ -149,7 +149,7 @@ def test_compiles_for_cuda(name: str) -> None:
 
 
 def communications(body: tree.Body) -> Counter[str]:
-    """Number of communications of each kind in one call."""
+    """Number of communication instructions by kind and channel. An instruction in a loop counts once."""
     counts: Counter[str] = Counter()
     for instruction in body:
         if isinstance(instruction, ir.Communication):
