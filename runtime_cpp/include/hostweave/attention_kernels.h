@@ -41,7 +41,8 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
   }
 }
 
-// Tile of rows that a thread block owns. Tiles with the most columns come first.
+// Tile of rows that a thread block owns. The last tile of a head comes first, because it has the most columns if the attention is
+// causal.
 struct Place {
   int64_t batch, head, first, of_lse;
 

@@ -20,7 +20,7 @@ void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
 
 // Group e contains the global rows starts[e] to ends[e] - 1. The first row of the operands is global row `first`. Groups
-// do not overlap.
+// do not overlap, and non-empty groups are in the order of their rows.
 class GroupedPlan {
  public:
   GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}

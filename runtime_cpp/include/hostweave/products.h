@@ -17,8 +17,8 @@ struct FewRows {
   int64_t pitch;
 };
 
-// Scales of an operand of 8-bit floats: one per 2^size_log2 rows of x or columns of the weights, and per 128 terms. If `step`
-// and `block_step` are 0, the whole operand has one scale.
+// Scales of an operand of 8-bit floats. There is one scale per 2^size_log2 rows of x or columns of the weights, and per 128
+// terms. If `block_step` is 0, all terms have the same scale. If `step` is also 0, the whole operand has one scale.
 struct OperandScales {
   static constexpr int kBlockLog2 = 7;
 
