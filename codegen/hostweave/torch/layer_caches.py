@@ -1,8 +1,8 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
 While a layer is traced, `Part` replaces `cache.layers` by a watched list, and an `Index` replaces the layer's `layer_idx`. The list records
-if the layer uses the state of other layers. The `Index` records comparisons and arithmetic with the index, which may differ in another
-layer.
+if the layer may have used the state of other layers. The `Index` records comparisons and other uses of the index, because the index of
+another layer may differ.
 """
 
 import operator

@@ -1,5 +1,5 @@
-"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows. A factorisation has one step per row. The module
-`composed` uses these rules.
+"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows and columns. A factorisation has one step per
+pivot. The module `composed` uses these rules.
 
 Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Triangular matrices of any
 size are inverted by blocks.
@@ -20,8 +20,8 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule returns NotImplemented for matrices of more than `rows` rows or columns, for complex matrices,
-    and if `check_errors` is True."""
+    """Returns the rule of an op. The rule returns NotImplemented for complex matrices, if `check_errors` is True, or if a matrix does not
+    have 1 to `rows` rows and columns at compile time."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]

@@ -1,6 +1,6 @@
 """Ops that replace ATen ops in training graphs. Each of these ops remains one op in the forward and in the backward pass, for every
 sharding. ATen's own derivatives flatten leading dims, which prevents sharding these dims. These derivatives also select kernels for one
-device. The ops have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
+device. Most of the ops have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
 """
 
 import math
@@ -140,7 +140,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores. It supports dropout, and masks whose dtype is neither bool nor that of q."""
+    """Attention that stores its scores. It supports dropout, bool masks, and masks of any dtype that are added to the scores."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)

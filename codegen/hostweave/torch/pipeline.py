@@ -29,7 +29,7 @@ class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
     `program` is the compiled program. In a group, only ranks of the last stage receive the loss. A rank computes gradients only for
-    parameters in its stages, and passes None for arguments that its stages do not read. If all ranks are in this process, pass whole
+    parameters in its stages, and may pass None for arguments that its stages do not read. If all ranks are in this process, pass whole
     arguments. A call then returns the loss and adds all gradients.
 
     With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates the parameters of its stages. With

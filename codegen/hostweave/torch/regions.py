@@ -2,8 +2,8 @@
 
 Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
 plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors determine the
-shardings, instead of a plan. Unsupported ops split a graph further. These ops run eagerly on the DTensors that the previous program
-returns.
+shardings. A plan can state those of plain tensors. Unsupported ops split a graph further. These ops run eagerly on the DTensors that the
+previous program returns.
 """
 
 import operator
