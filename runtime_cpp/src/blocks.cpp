@@ -19,7 +19,7 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
   // The offset counts the elements of all earlier blocks: those whose index is smaller in one dim, and the same in all dims
-  // before it.
+  // before that dim.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];

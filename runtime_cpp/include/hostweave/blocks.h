@@ -36,7 +36,7 @@ class Blocks {
   };
   Block operator[](int64_t number) const;
 
-  // Packs the tensor into blocks, or unpacks them.
+  // Packs the tensor into blocks if `packs`, and otherwise unpacks the blocks.
   cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
 
  private:

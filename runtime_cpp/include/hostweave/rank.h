@@ -21,7 +21,7 @@ struct Stream {
   const char* name = nullptr;  // name of the pool of the stream
   int index = 0;
 
-  // Also adds the stream to the call log.
+  // The conversion also adds the stream to the call log.
   operator cudaStream_t() const {
     if (CallLog* const log = CallLog::current()) log->on(handle, name, index);
     return handle;
@@ -34,8 +34,8 @@ struct Handle {
   void (*destroy)(void* handle) = nullptr;
 };
 
-// One rank: its index in the world, device, library handles, streams and channels. Used by one thread at a time, with `device`
-// current. Must outlive the programs that use it.
+// One rank: its index in the world, device, library handles, streams and channels. A rank is used by one thread at a time,
+// with `device` current. It must outlive the programs that use it.
 class Rank {
  public:
   Rank(int device, int64_t index, int64_t size);

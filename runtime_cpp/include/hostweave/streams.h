@@ -101,9 +101,9 @@ class Streams {
 
   // Stream i modulo the size of the pool; i may be negative.
   Stream operator[](int64_t i) const;
-  // All streams, or the first ones, wait for `caller`.
+  // Makes all streams of the pool, or only the first `first` streams, wait for `caller`.
   cudaError_t fork(cudaStream_t caller, int64_t first = INT64_MAX);
-  // `caller` waits for all streams, or the first ones.
+  // Makes `caller` wait for all streams of the pool, or only for the first `first` streams.
   cudaError_t join(cudaStream_t caller, int64_t first = INT64_MAX);
 
  private:
