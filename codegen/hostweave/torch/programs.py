@@ -38,7 +38,7 @@ def compiled(
     training: bool = False,
     step: tuple[torch.optim.Optimizer, float | None, int, torch.amp.GradScaler | None] | None = None,
 ) -> CompiledModule:
-    """Compiles a module that was exported for `given`, its positional and keyword arguments.
+    """Compiles a module that was exported for the positional and keyword arguments `given`.
 
     `step` has the optimizer, clip_grad_norm, accumulate and scaler for a whole training step.
     """

@@ -68,7 +68,7 @@ class Ranges(Generic[P]):
         return made.result()
 
     def wait(self) -> None:
-        """Waits until the parts of all ranges in which calls were made are compiled."""
+        """Waits until all parts whose compilation has begun are compiled."""
         for made in list(self._parts.values()):
             made.result()
 

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """Returns a list of one number per dim. `given` is such a list, or a single number for all dims."""
+    """Returns a list of one number per dim. `given` is such a list, or a single number for all dims. An empty list stays empty."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
