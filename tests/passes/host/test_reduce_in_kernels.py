@@ -108,3 +108,16 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
 + launch_reduce_scatter @maximum_y_of_terms %sum_p -> %y on x
 """
     )
+
+
+def test_a_kernel_that_gathers_does_not_also_send() -> None:
+    """The kernel between a gather and a reduce-scatter does one of the two exchanges. It would otherwise read rows that nothing gathers."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["6@x", 64], scale=hw.f32["2@x", 1, 1])
+    def exchanges(n: Any, scale: Any) -> Any:
+        return hw.maximum(hw.reshard(hw.sum(hw.reshard(n, 6, 64) * scale, 0), "6@x", 64), 0)
+
+    lines = changes(reduce_in_kernels, exchanges)
+    assert "launch_all_gather @" in lines
+    assert "launch_reduce_scatter @" in lines
+    assert "sent on" not in lines

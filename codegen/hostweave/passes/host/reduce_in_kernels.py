@@ -75,6 +75,8 @@ class _Reducing:
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
                 producer = self.sending(place, i, end)
+                if producer and producer.number in edits:  # the launch is part of another exchange
+                    producer = None
                 if producer:
                     edits[producer.number] = ()
                 edits[end.number] = self.chosen(place, i, launch, end, most, producer)
