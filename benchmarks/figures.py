@@ -1,8 +1,9 @@
-"""Measures all figures of docs/figures.md in one run, and prints a table of the figures that have a goal.
+"""Runs the Python benchmarks that docs/figures.md names, except comm, and prints a table of the figures that have a goal.
 
-Each part is a benchmark that runs in a separate process with a time limit. The output of a part is printed immediately. Arguments are names
-of parts; default: all. `goals` runs only the parts that measure the figures of the table. Two GPUs are needed. The exit status is 1 if a
-part fails.
+Some rows of the page need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time limit.
+The output of a part is printed immediately. Arguments are names of parts; default: all. The argument `goals` adds the parts that measure
+figures of the table. Two GPUs are needed. The exit status is 1 if a part fails, and 2 if a name is unknown. A missed goal is not an
+error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from time import perf_counter
 
 from peers.report import print_machine
 
-SECONDS = 900  # time limit of a part, most of which is compilation
+SECONDS = 900  # time limit of a part, including compilation
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 PARTS: dict[str, Sequence[str]] = {
@@ -91,7 +92,7 @@ GOALS = (
 
 def main(words: Sequence[str]) -> int:
     if unknown := set(words) - {*PARTS, "goals"}:
-        print(f"figures: no part {', '.join(sorted(unknown))}; there are goals, {', '.join(PARTS)}")
+        print(f"figures: unknown part {', '.join(sorted(unknown))}; use goals, or names of parts: {', '.join(PARTS)}")
         return 2
     with_goals = [goal.part for goal in GOALS] if "goals" in words else []
     chosen = [name for name in PARTS if name in (*words, *with_goals) or not words]
@@ -111,7 +112,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> tuple[str, int]:
-    """Runs a benchmark, prints its output, and returns the output and the exit status. Kills the benchmark after SECONDS."""
+    """Runs a benchmark, prints its output, and returns the output and the exit status. Kills the benchmark's process after SECONDS, but not
+    processes that it has started."""
     here = Path(__file__).parent
     command = [sys.executable, "-u", *(str(here / word) if word.endswith(".py") else word for word in words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

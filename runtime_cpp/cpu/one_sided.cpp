@@ -25,8 +25,8 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
-// Each signal number has three counters: signals of calls, signals of graphs, and consumed signals. A signal of a graph waits
-// until the previous one has been consumed.
+// Each signal number has counters of plain signals, of acknowledged signals (of graphs and of hw_cpu_set_signal), and of
+// acknowledgements. An acknowledged signal waits until the previous one has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -72,8 +72,8 @@ SignalTurn next_signal(ncclComm_t comm, int peer, int number) {
 }
 
 std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
-  return "mismatch: the bytes of a window differ: " + std::to_string(theirs) + " and, on rank " + std::to_string(device) + ", " +
-         std::to_string(ours);
+  return "mismatch: the sizes of a window differ: rank " + std::to_string(device) + " registers " + std::to_string(ours) +
+         " bytes, and another rank " + std::to_string(theirs);
 }
 
 using Make = std::function<OpPtr(bool in_graph)>;
@@ -153,8 +153,8 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For ranks that are processes: exchanges file descriptors and maps the memory of the other ranks. Returns null and sets `why` on
-// failure.
+// For ranks that are processes: exchanges file descriptors and maps the memory of the other ranks. Returns null on failure, and
+// then sets `why` unless the machine has failed.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();
@@ -237,7 +237,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
   Call call;
   if (const ncclResult_t result = check("ncclCommWindowRegister", comm)) return result;
   if (forbidden_in_capture("ncclCommWindowRegister")) return error(ncclUnhandledCudaError, last_error_text());
-  if (flags != NCCL_WIN_COLL_SYMMETRIC) return nccl_not_supported("ncclCommWindowRegister with other flags");
+  if (flags != NCCL_WIN_COLL_SYMMETRIC)
+    return nccl_not_supported("ncclCommWindowRegister with flags other than NCCL_WIN_COLL_SYMMETRIC");
   Machine& machine = Machine::get();
   ProcessGroup& process_group = *comm->process_group;
   if (process_group.shared) {
@@ -295,9 +296,9 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
   }
   if (offset + bytes > window->windows->bytes) {
     return error(ncclInvalidArgument, "ncclPutSignal: bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) +
-                                          " of a window of " + std::to_string(window->windows->bytes));
+                                          " exceed the window, which has " + std::to_string(window->windows->bytes) + " bytes");
   }
-  if (!in_window(comm, from, bytes)) return error(ncclInvalidArgument, "ncclPutSignal: the source lies in no window");
+  if (!in_window(comm, from, bytes)) return error(ncclInvalidArgument, "ncclPutSignal: the source is in no window of comm");
   char* const to = window->windows->bases[peer] + offset;
   return enqueue(call.lock, comm, stream, [=](bool in_graph) {
     OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
@@ -317,7 +318,7 @@ ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, nccl
   const std::vector<ncclWaitSignalDesc_t> awaited(signals, signals + descriptors);
   for (const ncclWaitSignalDesc_t& signal : awaited) {
     if (const ncclResult_t result = check("ncclWaitSignal", comm, signal.peer, signal.sigIdx, signal.ctx, 0)) return result;
-    if (signal.opCnt != 1) return nccl_not_supported("ncclWaitSignal for several signals of a peer at once");
+    if (signal.opCnt != 1) return nccl_not_supported("ncclWaitSignal with an opCnt other than 1");
   }
   return enqueue(call.lock, comm, stream, [=](bool in_graph) { return wait_op(comm, awaited, in_graph); });
 }

@@ -40,7 +40,7 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
   while (!failed_ && turn_ != &me) {
     if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout || failed_ || turn_ == &me) continue;
     if (seen == picker->steps() && running_ == 0 && turn_ && !turn_->inside) {
-      fail("rank " + std::to_string(turn_->rank) + " holds the turn outside the device for " +
+      fail("rank " + std::to_string(turn_->rank) + " has the turn, but has not called the device for " +
            std::to_string(config.timeout_seconds) +
            " seconds: in seeded mode a rank must not wait for another by means that the device cannot see\n" + deadlock_report());
     } else if (!turn_ && !round_started_) {
@@ -92,7 +92,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
   return false;
 }
 
-// Called by a thread that has the turn and detaches: executes steps until another thread can continue.
+// Called by a thread that detaches and has the turn. Executes steps until the picker chooses a thread, or no thread is attached.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
     const std::vector<Candidate> all = choices(nullptr);
@@ -161,7 +161,7 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  if (round_started_) turn_ = &me;  // the picker chooses the first turn after the last thread has attached
+  if (round_started_) turn_ = &me;  // the last thread to attach asks the picker, in the next line, for the first turn
   wait(lock, "its first turn", [] { return true; });
 }
 

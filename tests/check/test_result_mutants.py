@@ -1,4 +1,4 @@
-"""The check of results detects each error in mutants of host programs that changes results in f64. `pytest -m slow` tests many more
+"""The check of results rejects random mutants of host programs whose results in f64 are wrong. `pytest -m slow` tests many more
 mutants."""
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def test_integers_reduced_by_xor_have_many_bits() -> None:
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """The first two sets of inputs have opposite signs, so that a program that omits `abs`, or negates instead, is detected."""
+    """Each element has opposite signs in the first two sets of inputs. A program without `abs`, or with a negation instead, is wrong for
+    one of the signs."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, RANDOM_EXP, {}).values():
         assert ((values.value[0] < 0) != (values.value[1] < 0)).all()

@@ -1,5 +1,5 @@
-"""Programs with puts, gets and signals as CUDA graphs, with ranks as threads and processes: replayed, mixed with calls, and captured
-automatically."""
+"""CUDA graphs of programs that communicate by puts, gets and signals. Ranks are threads or processes. Tests replay graphs, call the program
+between replays, and use automatic capture."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """Replays a graph with new values. Calls between replays use the graph's arrays, and one call uses larger arrays, which need more
-    memory."""
+    """Replays a graph with new values. A call between replays uses larger arrays, which need more memory. A call after the last replay
+    uses the graph's arrays."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)
@@ -92,8 +92,8 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """All ranks start to use graphs at the same call, although each passes its arrays in a different order. Then sizes grow, and one rank
-    passes new arrays."""
+    """All ranks start to use graphs at the same call, although ranks pass their arrays in different orders. Later calls pass larger arrays,
+    and new arrays on rank 0."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
     first = program(*sets[0].given, group=group)

@@ -114,8 +114,8 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """Replays graphs of two programs 100 times with new inputs. One of the programs is also called between the replays, in some calls with
-    more tokens."""
+    """Replays the graphs of two programs in each of 100 rounds. The MLP has new inputs in each round, and is also called: in 10 rounds with
+    more tokens, and in 10 other rounds with the graph's arrays."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -169,6 +169,7 @@ PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024)
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int]) -> None:
+    """Tests the results of replays. The test does not look at the nodes of the graph."""
     rows, columns, terms = shape
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16["T", "E"], w=hw.bf16["E", "F"], v=hw.bf16["F", "E"])
@@ -303,7 +304,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
 
 
 def fails(program: hw.Program, mine: Rank) -> None:
-    """Tries to capture a call for whose sizes the program is not prepared. The call raises an error, and torch ends the capture."""
+    """Tries to capture a call with shapes for which the program is not prepared. The call raises an error, and torch ends the capture."""
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -323,8 +324,8 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 launches its graph later than rank 0. Until then, the recorded progress of rank 0 names a line that waits. The test repeats
-    this for a second launch."""
+    """Rank 0 launches its graph before rank 1 does. Meanwhile, the recorded progress of rank 0 names the line that waits, and the expected
+    ranks. Each rank launches its graph twice."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 
@@ -474,7 +475,7 @@ def test_a_first_call_in_a_capture_is_refused() -> None:
     on_ranks(1, body)
 
 
-def test_calls_go_on_while_another_thread_captures() -> None:
+def test_a_query_on_another_thread_does_not_end_a_capture() -> None:
     """Another thread queries the state of calls, as the watchdog does, while torch captures. In torch's default mode CUDA forbids unsafe
     calls on all threads, so a query that makes such a call would end the capture."""
     program = mlp_on(1)

@@ -317,7 +317,7 @@ TEST(a_rank_that_blocks_outside_the_device_is_named) {
     OK(cudaDeviceSynchronize());
     EXPECT(hw_cpu_barrier(2) == 0);
   });
-  EXPECT_IN("rank 0 holds the turn outside the device", error);
+  EXPECT_IN("rank 0 has the turn, but has not called the device", error);
 }
 
 int main(int argc, char** argv) { return testing::main(argc, argv); }

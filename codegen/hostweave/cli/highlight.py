@@ -16,7 +16,7 @@ from hostweave.types.tensor import DTYPES
 
 
 def show(text: str, language: str) -> None:
-    """Prints a text, in colours if stdout is a terminal. `language` is cpp or ir."""
+    """Prints a text, in colours if `has_colours()`. `language` is cpp or ir."""
     print(highlighted(text, language) if has_colours() else text, end="")
 
 
@@ -32,8 +32,8 @@ def highlighted(text: str, language: str) -> str:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """The lexer of both IRs, with keywords from the tables of printers and parsers. Text that belongs to neither IR becomes an Error
-    token."""
+    """Returns the lexer of both IRs. Keywords come from the tables of printers and parsers, and from the lists below. A character that
+    occurs in neither IR becomes an Error token."""
     declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     attributes = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")

@@ -1,4 +1,4 @@
-"""The pass split_reductions: a reduction of many elements to few is split into two kernels, with the same results."""
+"""The pass split_reductions: a reduction of many elements to few is split into two kernels, with the same results up to rounding."""
 
 from __future__ import annotations
 

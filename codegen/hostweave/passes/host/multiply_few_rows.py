@@ -13,9 +13,14 @@
                                               }
 
 With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Other matmuls with a common first
-operand, large weights and up to MOST_ROWS rows also run concurrently. Memory is already planned, so deallocates between the matmuls and the
-kernel move after the kernel.
+run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. If the number of rows is known at
+compile time, there is no `if`.
+
+Other matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known, and the number of rows
+must be above FEW_ROWS and at most MOST_ROWS.
+
+This pass runs after plan_memory, so the body contains deallocates. Deallocates between the matmuls and the kernel move after the kernel,
+because the fused kernel reads the operands of the matmuls.
 """
 
 from collections.abc import Collection, Iterator
@@ -85,7 +90,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls with one first operand that can move down to the last matmul of the group, and run concurrently."""
+    """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move to the last one."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):
@@ -107,7 +112,7 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if a matmul has too many rows to be fused, but reading the weights still takes most of the time."""
+    """True if a matmul has too many rows to be fused, but reading the weights still takes most of the time. False if sizes are unknown."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2

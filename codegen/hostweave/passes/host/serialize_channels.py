@@ -41,7 +41,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # does not contain the inserted instructions, which name the new event
+    unchanged = set(program.body)  # an inserted wait or record is not in this set, because it names the new event
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
     begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn
@@ -77,7 +77,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes a wait or record (`kind`) of the turn's event: the instruction itself, or instructions in a stream block."""
+        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or, in a stream block, those of the block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
@@ -85,7 +85,8 @@ class _Turns:
         return (instruction,)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
-        """Adds one turn that covers all communications of a body."""
+        """Adds one turn, from the first to the last instruction of a body that contains communications of `in_turn`. Adds turns inside
+        these instructions instead if there is only one and it is conditional, or if they belong to disjoint sets of ranks."""
         places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body

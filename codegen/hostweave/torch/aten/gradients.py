@@ -1,4 +1,4 @@
-"""ATen ops of derivatives, and ops that replace ATen ops in training graphs."""
+"""ATen ops of derivatives, layer norm, losses and writes at indices, and ops of Hostweave that replace ATen ops."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 
 
 def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
-    """Draws random numbers for a tensor. If the tensor has more dims than the generator's counter, the later dims are merged first."""
+    """Returns `draw(x)`. If x has more dims than the random generator supports, the dims after the third are merged for `draw`."""
     if x.ndim <= MAX_RANDOM_DIMS:
         return draw(x)
     return hw.reshape(draw(hw.reshape(x, *x.shape[:3], -1)), *x.shape)
@@ -58,7 +58,7 @@ def _random(
     def draw(x: hw.Tensor) -> hw.Tensor:
         if kind == "integers":
             if high - low > 2**24:
-                raise refuse(f"integers from {low} to {high} have more than 2^24 values, but random numbers have 24 bits; combine two")
+                raise refuse(f"integers from {low} to {high} have more than 2^24 values, but a draw has 24 bits; combine two draws")
             return cast(hw.astype(hw.floor(hw.uniform(x, seed) * (high - low)), hw.i64) + low, dtype)
         first, second = hw.uniform(x, seed), hw.uniform(x, seed, 1)
         if kind == "normal":  # Box and Muller, 1958
@@ -166,7 +166,7 @@ def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Te
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
-    """Replaces the elements where a mask is true by one value, or adds the value to these elements."""
+    """Sets the elements at which the mask is true to one value. With `accumulate`, adds the value to these elements instead."""
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
@@ -215,7 +215,7 @@ def _nll_backward(
 
 def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
     if weight is not None or logp.ndim != 2:
-        raise refuse("nll_loss with weights or more than 2 dims is not supported; use cross_entropy, or flatten its inputs")
+        raise refuse("nll_loss is supported only for [rows, classes] without weights; use cross_entropy instead")
     return target != ignore
 
 
@@ -249,8 +249,8 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, takes the gradient of this result, and returns the gradient of
-    x."""
+    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, x is the gradient of the result of this op, and the result is
+    the gradient of the input."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
@@ -265,7 +265,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """Returns x with a slice replaced by the source. Derivatives of writes to slices use this op."""
+    """Returns x with a slice replaced by the source."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")

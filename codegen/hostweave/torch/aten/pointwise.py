@@ -99,7 +99,8 @@ for _name in ("atan2", "hypot", "gcd"):
 
 
 def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
-    """Entry for the larger or the smaller of two elements. With `skips_nan`, the result is NaN only if both elements are NaN."""
+    """Returns the function that `_binary` needs for the larger or the smaller of two elements. With `skips_nan`, the result is NaN only if
+    both elements are NaN."""
 
     def chosen(a: Any, b: Any) -> Any:
         a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
@@ -229,7 +230,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Returns x, for p=0 or outside of training. In modules, `hostweave.dropout` drops elements."""
+    """Returns x if p=0 or outside of training, and otherwise raises ProgramError. In modules, `hostweave.dropout` replaces this op."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x
