@@ -20,11 +20,11 @@ from hostweave.runtime.launchers import launched
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parent)
-SECONDS = 60  # time limit for ranks to detect that another rank has died, and to continue
+SECONDS = 60  # time limit for ranks to detect a failure, to continue, or to exit
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment variables, except variables that a launcher sets."""
+    """Variables of this environment without those that a launcher sets, plus the path of Hostweave and the tests, and `more`."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}

@@ -1,16 +1,17 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
-    python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks, and prints a line
-    python rank_process.py kinds PROVIDER [TARGET]      runs one program for each kind of communication; `few` runs only two programs
-    python rank_process.py PROGRAM PROVIDER [TARGET]    calls PROGRAM until the group fails, prints why, and continues in a new world; with
-                                                        ENDS set, exits after one call and a line on stdin, by an exception or with
-                                                        this status
-    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls PROGRAM once, and prints if the result is right, or why the call failed
-    python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
+    python rank_process.py SET PROVIDER [TARGET]            runs the programs of SET, and prints a line
+    python rank_process.py PROGRAM PROVIDER [TARGET]        calls PROGRAM until the group fails, and prints why; then reads the variables of
+                                                            a new world from stdin, and calls PROGRAM in this world
+    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls PROGRAM once, and prints that the result is right, or why the call failed
+    python rank_process.py graphs PROVIDER [TARGET]         runs programs with signals, whose calls become graphs on all ranks
 
-PROGRAM may be `chosen`: a chunk loop of puts that the compiler chose, at multiples of the number of chunks, and at other sizes. With the
-prefix `captured:`, calls are graph launches. PROVIDER is environment, mpi, torch (under torchrun), or store (only a torch.distributed
-store).
+SET is `all`, `kinds`, `few` or `everything` (see `programs_for`). With provider `torch`, a SET runs twice, and prints two lines.
+PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects, at multiples of the number of chunks and at other sizes. With
+the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank exits after its first call and a line on stdin:
+by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
+PROVIDER is `environment`, `mpi`, `torch` (under torchrun), or `store` (a torch.distributed store without a process group). TARGET is
+`cuda` (by default) or `cpu`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from hostweave.runtime.launchers import LaunchedRank
 from hostweave.runtime.providers import Provider
 from hostweave.types.tensor import block_of, holds
 
-# Collectives; sends and recvs in loops; puts in loops; two meshes; two axes; all_to_all; permutations; and one-sided forms of
-# these.
+# Collectives; sends and recvs in loops; puts in loops; two meshes; two axes; all_to_all; and permutations.
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
@@ -51,7 +51,8 @@ def named(name: str, ranks: int) -> Fusion:
 
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
-    """Programs of a set: `few`, `kinds`, `all`, or `everything`, which is `all` with programs of windows and several meshes."""
+    """Programs of a set: `few` has two, `kinds` one per kind of communication, and `all` those of `all_fusions` and `more_fusions` for this
+    number of ranks. `everything` adds those with one-sided transfers, exchanges and pipelines."""
     if which in ("few", "kinds"):
         return {name: named(name, ranks) for name in (KINDS if which == "kinds" else FEW)}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
@@ -177,14 +178,15 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
         say(f"failed: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         say(f"interrupted: {rank.group.failure}")
-    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # variables of the remaining ranks
+    # environment variables of this rank in the new world
+    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())
     again = Rank(hw.Environment(world), rank.target, local_rank)
     Calls(again, name).make()
     say(f"rank {again.group.rank} of {again.group.count} is right")
 
 
 def run_graphs(rank: Rank) -> None:
-    """Makes calls with arrays in a different order on each rank. The last rank also passes new arrays."""
+    """Makes calls with arrays in a different order on each of 2 ranks. Rank 1 also passes new arrays."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))

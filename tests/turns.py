@@ -1,4 +1,4 @@
-"""GPU tests that run together with others, or alone. Tests of the free memory of a GPU, and of time limits, run alone."""
+"""Locks with which GPU tests run together with others, or alone. Tests of the free memory of a GPU, and of time limits, run alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TextIO
 
 HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # set while a test holds the GPUs, so that a session that the test starts does not wait for the GPUs
-FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # folder of the locks
+FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # names the folder of the locks
 _locks: list[TextIO] = []  # the lock of the GPUs, while a test of this process holds it
 
 
 @contextmanager
 def with_others() -> Iterator[None]:
-    """Holds the GPUs together with other tests. Waits while a test is alone, or waits to be alone."""
+    """Holds the GPUs together with other tests. Waits while another test runs alone or waits to run alone."""
     if HELD in os.environ:
         yield
         return
@@ -40,7 +40,7 @@ def alone() -> None:
 
 
 def _take(lock: TextIO, kind: int) -> None:
-    """Takes the lock of the GPUs. Later tests wait for the lock `gate`, so they do not overtake a test that waits to be alone."""
+    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`, so they do not overtake it."""
     with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, kind)

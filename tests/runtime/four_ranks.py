@@ -1,4 +1,4 @@
-"""Programs for four ranks, which are threads of the test, and calls that each rank makes."""
+"""Programs for one or four ranks, and functions that call a program on every rank. Each rank is a thread of the test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def x_of(rank: int) -> np.ndarray:
 
 
 def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
-    """For every rank of a new group of threads, the result of `function(rank)`, or the exception that it raises."""
+    """For every rank of a new group of threads, the result of `function(rank)`, or the ArgumentError or ExecutionError that it raises."""
     provider = hw.Threads(count)
 
     def call(rank: int) -> Any:
@@ -69,7 +69,8 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """Provider of one rank that does not read the environment. With a store, the rank behaves like a process, although it is a thread."""
+    """Provider of one rank that does not read the environment. If `count` exceeds 1, the group treats the rank as a process, although the
+    rank is a thread. All ranks of a group need the same store."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self.rank, self.count, self._store = rank, count, store or MemoryStore()

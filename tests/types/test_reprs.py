@@ -21,7 +21,7 @@ def test_types_and_meshes() -> None:
 
 def test_programs() -> None:
     inputs = "(x: f32[M@x, K], w: bf16[K, N])"
-    assert repr(mixed) == f"<hostweave fusion mixed{inputs} -> f32[M, N] on mesh(x=2)>"  # before any pass
+    assert repr(mixed) == f"<hostweave fusion mixed{inputs} -> f32[M, N] on mesh(x=2)>"  # no pass has chosen the result's sharding yet
     program = hw.compile(mixed)
     assert repr(program) == "<hostweave program mixed for cpu on mesh(x=2)>"
     host = HostProgram.parse(program.host_ir)

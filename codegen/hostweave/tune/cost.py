@@ -1,8 +1,9 @@
-"""Cost model: predicts the time of ops and chunk loops on one rank, from the speeds of a machine.
+"""Cost model: predicts the time of ops and of their chunks on one rank, from the speeds of a machine.
 
-A matmul takes the time of its waves of tiles, or the time to read its operands, whichever is longer. Attention takes the time of its
-matmuls, or the time to move its operands and results. Pointwise ops and reductions take the time to read their operands and to write their
-results (Williams, Waterman and Patterson, "Roofline", 2009). `communication/cost.py` predicts communication.
+A matmul takes the time of its waves of tiles, or the time to read its operands and write its result, whichever is longer. Attention takes
+the time of its matmuls, or the time to read its operands and write its result, whichever is longer. Pointwise ops and reductions take the
+time to read their operands and write their results (Williams, Waterman and Patterson, "Roofline", 2009). `tune/overlaps.py` predicts chunk
+loops, and `communication/cost.py` predicts communication.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ class Product:
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
-        """Returns (seconds, thread blocks, seconds of computing) for one tile shape and split-K: `parts` thread blocks compute partial sums
-        of a tile in f32. Few thread blocks do not reach the full memory bandwidth."""
+        """Returns (seconds, thread blocks, seconds of computing) for tiles of m x n, which are computed at the relative speed `fast`. With
+        `parts` > 1 (split-K), several thread blocks compute f32 partial sums of a tile, and a second kernel adds these sums. Except for few
+        rows, a small number of thread blocks does not reach the full memory bandwidth."""
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
@@ -145,9 +147,9 @@ class AttentionWork:
     columns: float  # keys
     width: float  # elements in a row of keys plus a row of values
     is_causal: bool
-    is_balanced: bool = False  # zigzag order: each block of keys is half masked, and gathered keys need two calls
+    is_balanced: bool = False  # zigzag order: half of each block of keys is masked; with gathered keys, each piece of the rows is one call
     speed: float = ATTENTION_PEAK
-    products: float = 2.0  # number of matmuls of the size of the score matrix; gradients have more
+    products: float = 2.0  # number of matmuls of the size of the score matrix: 2 forward, and 5 in the whole backward pass
 
     def seconds(self, machine: Machine) -> float:
         if self.is_balanced:  # the first rank has the first and the last piece of the sequence
@@ -156,7 +158,7 @@ class AttentionWork:
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
         of_score = self.products * self.width / (machine.flops * self.speed)
         waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
-        # with fewer rows the keys are split over thread blocks
+        # with at most ATTENTION_ROWS rows, the keys are split over thread blocks
         longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
@@ -168,7 +170,7 @@ class AttentionWork:
 
 
 def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionWork:
-    """The local attention of an op on one rank. Each of the three gradients counts as a third of the backward pass."""
+    """The local attention of an op on one rank. Each of the gradients of q, k and v counts as a third of the backward pass."""
     types = [fusion.types[name] for name in op.tensors[:3]]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
@@ -249,7 +251,7 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
-    # for other sizes, the condition at run time would be complex
+    # only a constant, or a multiple of one named size: other sizes would need a complex condition at run time
     is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 

@@ -71,7 +71,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// The threads of a block. All blocks of a Team process the same lanes together.
+// The threads of a block. All blocks of a Team visit the same lanes. Only the ops of sort.h split a lane over these blocks.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -105,8 +105,8 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane that several threads share without synchronisation, and the `part` of this thread. Adjacent threads process the same
-// part of adjacent lanes.
+// A lane that several threads process without synchronisation. This thread processes the elements whose index modulo kParts is
+// `part`. Adjacent threads process the same part of adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
   static constexpr int kParts = kLaneParts;
@@ -196,7 +196,8 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// Each warp counts the elements of each group in one part of the hw::Lane. Elements of one group keep their order.
+// The array is split into `parts` consecutive parts. One warp per part counts the elements of each group. Elements of one group
+// keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
@@ -304,7 +305,8 @@ HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, 
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// Element i of y is the sum of the source elements whose index is the global index rows.first + i.
+// Element i of y is the sum of the source elements whose index is the global index rows.first + i. The sum is rounded to T after
+// each addition.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

@@ -146,7 +146,8 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
             return _scaled(matmul, -1.0)
         case "multiply", int(factor) | float(factor):
             return _scaled(matmul, factor)
-        case "divide", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:  # exact
+        # only powers of 2, whose reciprocals are exact
+        case "divide", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:
             return _scaled(matmul, 1 / divisor)
     return None
 

@@ -1,4 +1,4 @@
-"""Multi-buffering: if each iteration uses only one chunk of a buffer, the buffer is replaced by one slot per stream.
+"""Multi-buffering: a buffer is replaced by one slot per stream if each of its chunks is used on only one stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {
@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-Iteration i is on stream i % 4 and uses slot i % 4. One stream therefore orders all iterations that use a slot.
+Chunk i is used on stream i % 4, in slot i % 4. One stream therefore orders all uses of a slot.
 """
 
 from dataclasses import replace
@@ -39,8 +39,8 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of the chunks of an allocation, each with its stream. Empty if the allocation cannot be replaced by slots, or if there are no
-    more chunks than streams."""
+    """Views of the chunks of an allocation, each with its stream. Empty if the allocation cannot be replaced by slots, or if the number
+    of chunks is an int and at most the number of streams."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}
