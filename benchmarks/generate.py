@@ -1,9 +1,10 @@
-"""Milliseconds per token of `generate` at Llama 3 8B shapes, compared with transformers.
+"""Milliseconds per decoding step of `generate` at Llama 3 8B shapes, compared with transformers. A step adds a token to every sequence.
 
 `torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on the
-GPUs of all processes, and launches one CUDA graph per token. The library transformers runs on one GPU, with a static cache and a decoder
-that torch compiles. The time of a token is (time of 64 new tokens - time of 16) / 48, which excludes the prompt and compilation. The
-benchmark first prints the time of each variant's first call. Then variants alternate. `--tiny` runs small layers, also on CPUs.
+GPUs of all processes, and launches one CUDA graph per step. With the library transformers, each process runs a replica on its GPU, with a
+static cache and a decoder that torch compiles. The time of a step is (time of 64 new tokens - time of 16) / 48, which excludes the prompt
+and compilation. The benchmark first prints the time of each variant's first call. Then variants alternate. `--tiny` runs small layers,
+also on CPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def seconds(generate: Callable[[int], Any], tokens: int) -> float:
 
 
 def compare(module: Any, ours: Any, batch: int, turns: int, few: int, many: int, says: bool) -> dict[str, list[float]]:
-    """Milliseconds per token of each variant in each repetition."""
+    """Milliseconds per decoding step of each variant in each repetition."""
     ids = torch.randint(0, module.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(module.device)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     ways: dict[str, Callable[[int], Any]] = {

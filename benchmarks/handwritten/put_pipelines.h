@@ -16,7 +16,7 @@
 #include <vector>
 
 static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0), "put_pipelines needs the nccl.h of NCCL 2.32 or later");
-extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, int peer, void**);  // not in nccl.h
+extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, int peer, void**);  // declared in nccl_device.h
 
 [[noreturn]] void fail(const char* what, const char* why) {
   std::fprintf(stderr, "put_pipelines: %s: %s\n", what, why);
@@ -42,8 +42,8 @@ using bf16 = __nv_bfloat16;
 using Call = std::function<void()>;  // enqueues the measured work; other streams fork from the rank's main stream, and join it
 constexpr size_t KiB = 1 << 10, MiB = 1 << 20, kLargestShard = 256 * MiB, kBlasWorkspace = 32 * MiB;
 constexpr int kWarmups = 3, kRepetitions = 15, kCallsInARow = 20, kSignals = 64, kCreditSignal = 63;
-constexpr int kBlocks = 1056,
-              kThreads = 256;  // blocks and threads of the kernels below: as many threads as 132 multiprocessors can run
+// Blocks, and threads of a block, of fill, add_landed and compare: together as many threads as 132 multiprocessors can run.
+constexpr int kBlocks = 1056, kThreads = 256;
 constexpr long long kSpinCycles = 4'000'000;  // about 2 ms, longer than the host needs to enqueue a call on 8 GPUs
 constexpr double kTolerance = 0.02;           // relative to the largest value: a few roundings to bf16
 
@@ -56,7 +56,7 @@ __global__ void spin(long long cycles) {
   }
 }
 
-// Random values in [-0.5, 0.5). Matmuls of zeros need less power and run faster.
+// Random values in [-0.5, 0.5]. Matmuls of zeros need less power and run faster.
 __global__ void fill(bf16* data, size_t count, unsigned seed) {
   for (size_t i = first(); i < count; i += step()) {
     const unsigned hash = (unsigned(i) + seed * 0x9e3779b9u) * 2654435761u, mixed = (hash ^ hash >> 15) * 2246822519u;
@@ -64,7 +64,8 @@ __global__ void fill(bf16* data, size_t count, unsigned seed) {
   }
 }
 
-// y += sum of `blocks` received blocks, which are `stride` elements apart. The count is a multiple of 8.
+// Adds received blocks, which are `stride` elements apart, to y one by one, and rounds each sum to bf16. The count and the stride
+// are multiples of 8.
 __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t stride, size_t count) {
   struct alignas(16) Pack {
     __nv_bfloat162 of[4];
@@ -133,7 +134,7 @@ void open_streams(Gpu& gpu) {
 }
 
 void open_memory(Gpu& gpu) {
-  const size_t bytes = (gpu.ranks + 1) * kLargestShard;  // the largest case: elements of a shard, and of all shards
+  const size_t bytes = (gpu.ranks + 1) * kLargestShard;  // the largest case: a shard, and the shards of all ranks
   CHECK_CUDA(cudaMalloc(&gpu.numbers, kRepetitions * sizeof(double)));
   CHECK_CUDA(cudaMalloc(&gpu.plain, bytes));
   CHECK_NCCL(ncclMemAlloc(reinterpret_cast<void**>(&gpu.window), bytes));
@@ -247,8 +248,9 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
   return {median_of_slowest(gpu, ms), median_of_slowest(gpu, host_us)};
 }
 
-// Checks, measures and reports a variant. `call` repeats the case `calls` times. The check runs twice, because a graph whose
-// waits accept the signals of its first replay gives wrong results only in the second replay.
+// Checks a variant if the case has a result, measures it unless the check fails, and reports it. `call` repeats the case `calls`
+// times. The check runs twice, because a graph whose waits accept the signals of its first replay may give wrong results only in
+// the second replay.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);

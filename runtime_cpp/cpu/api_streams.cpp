@@ -1,4 +1,4 @@
-// cudaSetDevice and its relatives, cudaStream* and cudaEvent*.
+// CUDA calls for devices, peer access, streams and events. Functions that submit ops and wait for ops.
 #include <algorithm>
 
 #include "capture.h"
@@ -93,7 +93,7 @@ auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// Queries an op. If the op is not done, other threads and streams make a step, so that a polling loop ends.
+// Queries an op. If the op is not done, gives other threads a turn, and in seeded mode also streams, so that a polling loop ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {

@@ -1,4 +1,4 @@
-"""Programs of the CPU tests on all available GPUs, and behaviour that is specific to GPUs: devices, streams of other libraries, memory."""
+"""Programs of the CPU tests on up to 8 GPUs, and behaviour that is specific to GPUs: devices, streams of other libraries, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture
 def built(request: pytest.FixtureRequest) -> None:
-    """Compiles the programs of all tests that this worker will run, in parallel."""
+    """Builds the programs of all cases in the xdist group of this test, in parallel."""
     together = request.node.get_closest_marker("xdist_group")
     items = [item for item in request.session.items if item.get_closest_marker("xdist_group") == together]
     calls = [getattr(item, "callspec", None) for item in items]
@@ -195,7 +195,7 @@ def test_calls_in_flight_with_one_hardware_queue() -> None:
 
 @hw.fusion(x=hw.f32["M", "N"])
 def back_and_forth(x):
-    """Program in which every kernel reads data that all thread blocks of the previous kernel wrote. Some thread blocks end late."""
+    """Program that alternates sums of columns and rows, so that kernels read data from many thread blocks of the previous kernel."""
     for _ in range(8):
         x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
         x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
@@ -203,8 +203,8 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None:
-    """Kernels with programmatic launch wait for the previous kernel. Each call has 16 kernels, and three calls are in flight. The memory of
-    the calls is first filled with NaN, so that a kernel that reads too early gives wrong results."""
+    """Kernels with programmatic launch wait for the previous kernel. Each call has 16 such launches, and three calls are in flight. The
+    memory of the calls is first filled with NaN, so that a kernel that reads too early gives wrong results."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
@@ -239,7 +239,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
         return takes and all(b - a < output / 8 for b, a in zip(before, free(), strict=True))
 
     programs = (hw.compile(fusion, target="cuda") for _ in range(3))
-    program = next(filter(takes_and_frees, programs), None)  # a round may also free memory of earlier tests
+    program = next(filter(takes_and_frees, programs), None)  # freed memory of earlier tests can hide the output of a round
     assert program is not None
     with pytest.raises(ExecutionError) as error:
         program.run(**small)
@@ -275,6 +275,7 @@ def test_seeded_schedules_are_for_the_cpu() -> None:
     assert message == "set: seeded schedules exist on the CPU target only"
 
 
+# The time limit is 3 seconds per call. Two calls in flight together have 6 seconds.
 STUCK = """
 import os, signal, threading
 import numpy as np

@@ -347,7 +347,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
 
 
 def test_an_interrupted_call_informs_the_other_ranks() -> None:
-    """The other ranks get a message about the interrupt, although KeyboardInterrupt has no text."""
+    """The group, here of one rank, reports the interrupt in later calls, although KeyboardInterrupt has no text."""
     group = hw.init(hw.Threads(1))
 
     def interrupted() -> None:

@@ -31,7 +31,7 @@ def check(
     """Checks a program, by default at several small sizes.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
-    after each pass, to find the pass that introduced a fault. The comparison skips sizes at which the fusion computes more than
+    after each pass, to find the pass that introduced a wrong result. The comparison skips sizes at which the fusion computes more than
     `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
 
     Raises ProgramError for the first fault on any rank.
@@ -39,7 +39,8 @@ def check(
     A fault is one of these:
 
     - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. The caller's
-      accesses before and after the call are included. Accesses of one instruction or group are unordered.
+      accesses before and after the call are included. Accesses of one instruction, or of instructions in one `group`, count as unordered.
+      An exception is an instruction that may overwrite in place what it reads.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
@@ -57,7 +58,7 @@ def check(
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
     - A rank sends a signal again only after the receiver has waited for the previous one.
 
-    CUDA graphs need the last two rules.
+    CUDA graphs and the transport `peer` need the last two rules.
     """
     calls = 2 if program.has_signals else 1
     checked: list[Case] = []

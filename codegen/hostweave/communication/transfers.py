@@ -1,5 +1,9 @@
-"""Emits moves between meshes. The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes,
-sends and receives are in one group. On one-sided transports, the receivers get from windows of the senders."""
+"""Emits moves between meshes, and reductions to a mesh.
+
+The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes, sends and receives are in one
+group. Outside of loops, ranks that send whole local tensors to several others broadcast instead. On transports without send and recv, the
+receivers get from windows of the senders.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,11 +29,11 @@ from hostweave.types.tensor import TensorType
 
 COPIES = "copies"  # mesh axis along which a sender broadcasts to its receivers
 
-MakesBuffer = Callable[[], str]  # returns the buffer to send or receive, in the `on` body of its mesh
+MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into; called in the `on` body of its mesh
 
 
 class Transfers:
-    """Emits moves between meshes, and later the waits for readers."""
+    """Emits moves and reductions between meshes, and later the senders' waits for their readers."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
@@ -45,15 +49,18 @@ class Transfers:
         self.pending_waits.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.pending_waits)))
 
     def reduce(self, op: Op, reduction: TermReduction) -> None:
-        """Emits a reduction to the rank of each process group that is in the result's mesh."""
+        """Emits a reduction to one rank of each process group. These ranks are the result's mesh."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
             src = contiguous_source(b, self.values.operand(op, 0, None), None)
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. Called as late as possible, because a reader may first need other data from a
-        sender."""
+        """Emits the waits of senders for their readers.
+
+        A reader may first need other data from a sender, so the waits come late: at the end of the body, before a call whose body has moves
+        to other meshes, or if the signal counters are used up.
+        """
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -129,7 +136,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
-    """Cuts of the local tensors on the two meshes. None if all blocks are equal."""
+    """Cuts of the local tensors on the two meshes. A pair of None if all blocks are equal."""
     source, target = flow.values[op.tensors[0]], op.result
     dims = shared_dims(source.type, target.type, flow.mesh)
     if not any(dim.is_uneven(flow.uneven) for dim in dims):
@@ -210,7 +217,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All sends of this rank. `distance` is that of `Transfer`."""
+    """Returns an instruction with all sends of this rank. If `distance` is given, each rank sends to the rank that is so far ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

@@ -1,4 +1,4 @@
-"""Verifier of fusions, which runs before the first pass and after each pass."""
+"""Verifies fusions: before the first pass, and after each fusion pass that changed the fusion or adds rules."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Detects changes of a module's tensors that a compiled program would not see, such as a replaced parameter."""
+"""Detects most changes of a module's tensors that a compiled program would not see, such as a replaced parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,7 +34,10 @@ class Held:
 
 
 class Folded:
-    """Tensors that were read at compile time only. The program contains values that were computed from these tensors."""
+    """Tensors that were read at compile time only. The program contains values that were computed from these tensors.
+
+    Writes to inference tensors and writes through `.data` change no version counter. Such writes alone are not noticed.
+    """
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]

@@ -1,11 +1,13 @@
-"""Arrays with several lanes: one lane per rank and seed.
+"""Arrays with several lanes. A lane here is the copy of an array for one rank and seed.
 
-The lane is the first dim of every part, and is not included in shapes and axes. A function that needs a Python number, for example to
-branch, raises NeedsSingleLane. `apply` then calls the function for each lane separately.
+An array consists of parts, which are NumPy arrays. The lane is the first dim of every part, and is not included in shapes and axes. A
+function that needs a Python number, for example to branch, raises NeedsSingleLane. `apply` then calls the function for each lane
+separately.
 
-Integers and bools are exact. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field. Random inputs have
-independent shadows and elements. The shadow decides comparisons, sort orders, casts to integers, and whether a number is finite. Sums and
-products of elements are exact. Functions that the field lacks, such as sqrt, are random functions of the element.
+Integers and bools are exact, and have one part. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field.
+Random inputs have independent shadows and elements. The shadow decides comparisons of numbers with different elements, sort orders, casts
+to integers, and whether a number is finite. Sums and products of elements are exact. Functions that the field lacks, such as sqrt, are
+random functions of the element.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is meant to be an integer
+ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is meant to be an integer, and of a sum that is meant to be 0
 
 
 class NeedsSingleLane(Exception):
@@ -63,7 +65,7 @@ class Lanes:
 
     @property
     def value(self) -> Part:
-        """The part that decides comparisons: the shadow of a float."""
+        """The first part: integers, bools or shadows. Shadows decide comparisons of floats with different elements."""
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
@@ -178,7 +180,8 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats, each with a shadow and an element of the field. `exp` is a random function with the value 1 at 0."""
+    """Floats, each with a shadow and an element of the field. `exp` is a random function with the value 1 at 0. Exception: the
+    element is 0 if the shadow underflows to 0."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
@@ -221,7 +224,7 @@ class Real(Lanes):
         with np.errstate(all="ignore"):
             return Exact(np.trunc(rounded_if_near(self.value)).astype(np.int64).astype(dtype))
 
-    # --- arithmetic: `self` and `other` have the same class and the same number of dims ---
+    # --- arithmetic: `self` and `other` have the same class; they have as many dims, or one is a scalar constant ---
 
     def add(self, other: Real) -> Real:
         element = field.sum_of(self.element, other.element)
@@ -275,8 +278,8 @@ class Real(Lanes):
 
 
 def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
-    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Otherwise inverses and signs of the shadow
-    would depend on the order of the sum. `size` sums the absolute values."""
+    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Without this, inverses and signs of the
+    shadow would depend on the order of the sum. `size` sums the absolute values."""
     is_error = (element == 0) & (shadow != 0)
     return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 
@@ -298,7 +301,7 @@ def is_float(x: Any) -> bool:
 
 
 def aligned(xs: Sequence[Lanes]) -> list[Lanes]:
-    """Gives all arrays except constants the same number of dims, so that they broadcast from the right."""
+    """Gives all arrays except scalar constants the same number of dims, so that they broadcast from the right."""
     max_ndim = max([x.parts[0].ndim for x in xs])
     return [
         x

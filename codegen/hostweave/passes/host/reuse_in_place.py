@@ -39,7 +39,7 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """The decisions so far. `merged` maps each removed allocation to the buffer whose memory it shares."""
+    """The decisions so far. `merged` maps each allocation that became a view to the buffer whose memory it shares."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
@@ -107,7 +107,11 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be there. Reads of the input must come before."""
+        """Places the operand in the memory of a donated input, if the result must be there.
+
+        Other accesses of the input must come before the operand's first access, or after this instruction. The first access may also read
+        the input itself, if it may write over the input.
+        """
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -158,7 +162,8 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its whole memory, and the result has other memory, the same dtype and as many elements."""
+        """True if the operand covers its memory in order, and the result has the same dtype, as many elements and, before merges, other
+        memory."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
@@ -205,7 +210,8 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views after an allocate through which `name` is defined, in order. None if the views cannot move before the allocate."""
+        """Returns the views after an allocate through which `name` is defined, in order. Returns None if the views cannot move before the
+        allocate, because their memory or an index is defined later."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
