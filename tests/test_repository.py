@@ -1,4 +1,4 @@
-"""Tests files of the repository that no code reads: they can be parsed, and the files that they name exist."""
+"""Checks files that no other test covers: names, links, versions, and workflows."""
 
 from __future__ import annotations
 

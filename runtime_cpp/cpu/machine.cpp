@@ -292,7 +292,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
     workers_idle_.notify_all();
     return;
   }
-  // Another rank may already have begun the next exchange of the group.
+  // Another rank may still be running one of the group's exchanges. The op waits for that exchange.
   for (const Part& part : op->parts) {
     if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
@@ -319,7 +319,7 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // Two ranks may get the same host memory from malloc one after another. The device cannot see that order.
+      // malloc may give the same host memory to two ranks, one after the other. The checker does not see that order.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;

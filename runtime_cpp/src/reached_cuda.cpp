@@ -112,7 +112,8 @@ void free_shared(void* data) {
 
 MemoryCard with_memory(MemoryCard card, void* data) {
   card.data = data;
-  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();  // other processes cannot access this memory
+  // No IPC handle, as for mapped memory: other processes then cannot open it.
+  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();
   return card;
 }
 

@@ -1,4 +1,4 @@
-"""Tests the page, the Perfetto trace and the picture of a timeline by parsing them."""
+"""Tests reports of a timeline: the page, the Perfetto trace, the picture, the graph of the program, and the changes of passes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_page_fetches_nothing_and_has_all_totals(report: Report) -> None:
 
 
 def test_names_are_escaped_in_the_page() -> None:
-    """Names are escaped in the page, because a file may have any name."""
+    """The name and source of an event are escaped in the page, because a file name may contain any character."""
     import dataclasses
 
     report = hw.compile(hw.fusion(mesh=hw.Mesh(), x=hw.f32["M"])(lambda x: -x)).predict({"M": 64})
@@ -90,7 +90,7 @@ def test_boxes_of_one_lane_do_not_overlap(report: Report) -> None:
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
             lanes.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    assert len(lanes) == 4  # for each rank: the loop, and the kernel after it
+    assert len(lanes) == 4  # per rank: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop
     for spans in lanes.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 

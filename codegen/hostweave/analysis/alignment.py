@@ -19,7 +19,7 @@ class Unaligned:
     matmul: ir.Matmul
     step: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
-    dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and no multiple of 16 bytes there
+    dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and not a multiple of 16 bytes there
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not all begin at multiples of 16 bytes
     gain: float  # seconds that an aligned matmul saves, minus seconds of separate matmuls for the rest of each unaligned dim
 
@@ -35,8 +35,10 @@ def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> b
 
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows. None for all other instructions, and if sizes
-    are unknown or too small."""
+    """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows.
+
+    None for all other instructions, for unknown sizes or strides, and if an unaligned dim is smaller than `step`.
+    """
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}

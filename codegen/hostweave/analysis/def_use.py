@@ -18,8 +18,10 @@ Kind = TypeVar("Kind", bound=tree.Instruction)
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction and its position: its number in `tree.walk`, the enclosing body with its index there, and the enclosing instructions,
-    outermost first.
+    """An instruction and its position in the program.
+
+    `number` is its number in `tree.walk`. `body` is the enclosing body, and `index` the instruction's index in that body. `around` has the
+    enclosing instructions, outermost first.
 
     The body of a group does not count as a body, because the host enqueues the members together. `statement` is the number of the enclosing
     group, or of the instruction itself.
@@ -59,7 +61,7 @@ class Place:
 
 
 class DefUse:
-    """Def-use of a program, which the function `def_use` caches."""
+    """Def-use of a program. The function `def_use` caches each instance."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -68,7 +70,7 @@ class DefUse:
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # index -> the `let` or loop that defines it
-        self.touches: dict[str, list[Place]] = {}  # parameter or allocation -> instructions that access it, also by a view
+        self.touches: dict[str, list[Place]] = {}  # parameter or allocation -> instructions that access it, also through a view
         self.viewed: dict[str, list[Place]] = {}  # parameter or allocation -> its views
         self.places: list[Place] = []  # in the order of `tree.walk`
         self.lives: dict[Place, list[Place]] = {}  # allocate -> instructions that access its memory, in program order
@@ -141,7 +143,7 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
-        """True if one set of instructions writes memory that the other set reads or writes."""
+        """True if one set of instructions writes or frees memory that the other set reads, writes or frees."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))

@@ -1,4 +1,4 @@
-"""Invariants of the host IR. `FACTS` in pipeline.py gives the passes after which each invariant holds and is checked.
+"""Invariants of the host IR. `FACTS` in pipeline.py gives the passes between which each invariant holds and is checked.
 
 Each function raises ProgramError if the invariant does not hold.
 """
@@ -29,7 +29,7 @@ def nothing_is_freed(program: ir.HostProgram) -> None:
 
 
 def updates_are_in_place(program: ir.HostProgram) -> None:
-    """An operand that a launch or call updates is in the memory of the result."""
+    """If a launch or call updates an operand, the operand and the updated result share memory."""
     kernels = {kernel.name: kernel for kernel in program.kernels}
     for part in bodies(program):
         uses = def_use(part)

@@ -34,8 +34,8 @@ class Span:
 class Iteration:
     """Index space of a kernel: the loops that it needs.
 
-    `indices` has the index of each dim of every value, or None for a dim without a loop. A reduction reads values with all indices, and its
-    result has only `kept` indices. A result of the kernel has all indices, or the `kept` indices.
+    `indices` maps each value to the indices of its dims, with None for a dim without a loop. A reduction reads values with all indices, and
+    its result has only `kept` indices. A result of the kernel has all indices, or the `kept` indices.
 
     A part is a joined or padded dim of an operand of a concat or pad. A part has a name, and the index of the result's dim.
     """
@@ -54,7 +54,7 @@ class Iteration:
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """Index space of a kernel, cached on the kernel. Raises NotOneKernel."""
+    """Index space of a kernel, cached on the kernel. Raises NotOneKernel if one kernel cannot compute the ops."""
     if "_iteration" not in kernel.__dict__:
         try:
             kernel.__dict__["_iteration"] = _iteration(kernel)
@@ -108,7 +108,7 @@ def _label(dim: DimOfValue) -> str:
 def _iteration(kernel: Kernel) -> Iteration:
     types = kernel.types
     shared = _Dims()
-    joined = [  # operands of concats and pads, each with its start along parts
+    joined = [  # operands of concats and pads, each with its start along every joined or padded dim
         (op, *pair)
         for op in kernel.ops
         if (begin := OPS[op.kind].parts)
@@ -150,8 +150,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
     """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter.
 
-    A value that is read at data-dependent positions must be an input, or an iota that is not a result. No loop may iterate over the indexed
-    dim.
+    Also raises NotOneKernel if a loop iterates over a dim of `lanes`. A value in `lanes` must be an input, the result of an op on whole
+    rows, or an iota that is not a result of the kernel.
     """
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
@@ -228,7 +228,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs (operand, result) of indices, for each result that is an updated operand."""
+    """Pairs of an operand's and a result's index, one for each operand that a launch or call updates in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]

@@ -65,8 +65,11 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of live ranges, calls and joins, in program order. Ends after which no buffer can reuse the bytes are omitted, except
-    in functions, because another call may follow."""
+    """Begins and ends of live ranges, calls and joins, in program order.
+
+    Omits ends and joins after which no buffer can reuse the bytes. Keeps such ends and joins in a function, because another call may
+    follow.
+    """
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 
@@ -126,8 +129,11 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect: no buffer can reuse the bytes, a join follows before the next begin, or a pool has no
-    buffers."""
+    """Removes ends and joins without effect.
+
+    An end or join has no effect if no live range begins later, unless `follows`. An end also has none if a join of its pool follows before
+    the next begin. A join also has none if its pool has no buffers.
+    """
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []

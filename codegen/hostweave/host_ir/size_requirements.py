@@ -19,7 +19,7 @@ MAX_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Factor of a size -> number that must divide the factor, so that all dims and trip counts are integers."""
+    """Factor of a size -> number that must divide the factor, so that dims and trip counts with a single factor are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -41,7 +41,8 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice."""
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Omits sizes without a negative
+    coefficient, which cannot be negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
@@ -62,7 +63,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields the global sizes that must not be 0, each with the kind of the reduction."""
+    """Yields the global sizes that must not be 0, because a reduction without an identity reduces them, with the kind of the reduction."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,19 +75,19 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Numbers of indices of the source before and after a partial view. Empty for other views, and if the numbers depend on the rank or a
-    loop index."""
+    """How many indices of the source lie before and after a partial view. Empty for other instructions, and if the numbers depend on the
+    rank or a loop index."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # depends on the rank; the compiler emits such a view only if it fits
+        return ()  # not checked here; the compiler emits such a view only if it fits
     return (before, dim_size - before - extent)
 
 
 def _size_of(expr: Expr) -> Size | None:
-    """The size that an expression computes. None if the value depends on the rank or a loop index, or is no size."""
+    """The size that an expression computes. None if the value depends on the rank or a loop index, or is not a size."""
     match expr:
         case Const(value):
             return Size(value)
@@ -107,11 +108,14 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """A call with sizes that the compiler's chunk loops do not divide. Nothing was executed."""
+    """Error of a call with sizes that the compiler's chunk loops do not divide. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a size. Shapes are global; `()` stands for an unknown shape."""
+    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols.
+
+    Products and unknown sizes are not checked. Shapes are global; `()` stands for an unknown shape.
+    """
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
@@ -142,7 +146,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if all chunk loops that the compiler chose divide these sizes."""
+    """True if the compiler's chunk loops divide all symbols and sums of symbols. Products and unknown sizes are not checked."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -153,7 +157,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Size -> number that must divide the size. Empty unless the compiler chose chunk loops."""
+    """Symbol or sum of symbols -> number that must divide the value. Empty unless the compiler chose chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

@@ -1,4 +1,4 @@
-"""Sizes that need not be multiples of the number of ranks, and the error for an int that must be a multiple."""
+"""Sizes that need not be multiples of the number of ranks, and the warning for an int that prevents a loop."""
 
 from __future__ import annotations
 
