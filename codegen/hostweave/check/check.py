@@ -40,7 +40,7 @@ def check(
 
     - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. The caller's
       accesses before and after the call are included. Accesses of one instruction, or of instructions in one `group`, count as unordered.
-      An exception is an instruction that may overwrite in place what it reads.
+      Exception: an instruction that may overwrite its operand in place.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.

@@ -75,8 +75,8 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """How many indices of the source lie before and after a partial view. Empty for other instructions, and if the numbers depend on the
-    rank or a loop index."""
+    """Number of indices of the source before a partial view, and number after it. Empty for other instructions, and if the numbers depend
+    on the rank or a loop index."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
