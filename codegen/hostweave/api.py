@@ -1,4 +1,4 @@
-"""`hw.compile`, and the class `Program` of its results."""
+"""`hw.compile`, and the class `Program` that it returns."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ class Program:
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        Each communication has a line: its algorithm, transport, chunks and time, and the times of all alternatives, or the reason why there
-        are none. The line of an attention op states whether the op is one library call. Unaligned matmuls that are split have a line, too.
-        Raises ProgramError if the program was compiled from host IR.
+        Each communication has a line with its algorithm, transport, chunks and time. The line also has the times of all alternatives, or
+        says why there are none. The line of an attention op states whether the op is one library call. Unaligned matmuls that are split
+        have a line, too. Raises ProgramError if the program was compiled from host IR.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -233,9 +233,10 @@ class Program:
     def bind(self, **arrays: Any) -> Program:
         """Returns a program with these inputs bound. Calls of the new program take only the other inputs, by position or name.
 
-        Bound arrays are checked only once, so calls are faster. Bound arrays are local if the program is called, and global arrays if `run`
-        is. A call reads a bound array in place, so later writes to the array have an effect. `run` may instead reuse the local arrays that
-        its first call cut from a bound array. The two programs share memory and streams, and closing one closes both.
+        Bound arrays are checked only once, so calls are faster. If you call the program, bind local arrays. If you use `run`, bind global
+        arrays. A call reads a bound array in place, so later writes to the array have an effect. `run` may ignore later writes, because it
+        keeps the local arrays that its first call cut from a bound array. The two programs share memory and streams, and closing one closes
+        both.
 
         Raises ArgumentError for a name that is not an unbound input, and for an array that does not fit. Checks that depend on the rank or
         on other inputs follow at the first call.
@@ -261,9 +262,9 @@ class Program:
         written to the arrays of `out`, if given. Arrays of `out` must not overlap each other or the inputs. `group` is by default the group
         of this process or thread.
 
-        If ranks are processes, each rank assumes that sharded dims are split evenly. For other dims, `sizes` gives the global sizes by
-        name. `sizes` also gives the sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input, the rank
-        passes None for it. If a rank is not in the mesh of an output, the rank gets None.
+        If ranks are processes, each rank assumes that sharded dims are split evenly. If a dim is split unevenly, pass its global size by
+        name in `sizes`. `sizes` also gives the sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input,
+        the rank passes None for this input. If a rank is not in the mesh of an output, the rank gets None.
 
         On CUDA the call is enqueued on `stream`: a cudaStream_t as an int, or a stream of PyTorch, CuPy or another library. The default is
         the current stream of the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns
@@ -289,10 +290,10 @@ class Program:
 
         All ranks capture the call together. Takes the arguments of a call, and makes this call once, on `stream`. Each launch reads the
         current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program. The
-        callable keeps the arrays alive. The temporaries of the graph keep their addresses if later calls have larger sizes. On the CPU
+        callable keeps the arrays alive. The temporaries of the graph keep their addresses even if later calls have larger sizes. On the CPU
         target, the callable repeats the call by the same rules.
 
-        All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
+        All ranks launch the graph together. With one-sided communication, no rank may make an ordinary call while another rank launches.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
 
         Alternatively, call the program inside a capture of the caller, such as `torch.cuda.graph`. The call becomes part of the caller's
@@ -325,8 +326,8 @@ class Program:
 
         Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
         outputs, as arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every
-        rank. If an output is on a mesh of some ranks only, the output is None on all other ranks. Raises ArgumentError for arrays that do
-        not fit, and ExecutionError if a rank fails or times out.
+        rank. A rank outside the mesh of an output has None for this output. Raises ArgumentError for arrays that do not fit, and
+        ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -384,11 +385,11 @@ class Program:
 
         The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
         have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Calls run in the order of the jitted
-        function, also if they are independent. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a program
+        function, even if they are independent. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a program
         that computes gradients.
 
         Raises an error of `hw.errors` if JAX cannot call the program in this process; the message says why. Tracing raises ArgumentError
-        for arrays of wrong dtype or shape. Errors of a call have the same message, but JAX chooses their type.
+        for arrays of wrong dtype or shape. If a call fails, JAX raises an error of its choice with Hostweave's message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """
@@ -442,8 +443,8 @@ class Program:
 
     @property
     def _running(self) -> Running:
-        """Runner of the program, shared with programs that `bind` returns. Created at the first use, because compiling does not need NumPy
-        and the rendezvous."""
+        """Runner of the program, shared with programs that `bind` returns. Created at the first use, because compiling needs neither NumPy
+        nor the rendezvous."""
         return self._made or interruptibly(self._make)
 
     def _make(self) -> Running:

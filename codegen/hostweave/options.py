@@ -29,10 +29,10 @@ class Options:
       compiles. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
       `.stream(...)`. If a chosen loop does not divide the sizes of a call, the call runs without chosen loops. `Program.explain` shows the
       choices.
-    - `choices`: overrides the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none" means
-      no loop.
-    - `machine`: figures for the cost model. By default, the figures that `hostweave calibrate` measured on this machine. Without such
-      figures, those of H100 or H200 are used, by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` says so.
+    - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
+      that `Program.explain` shows. "none" means no loop.
+    - `machine`: figures for the cost model. The default is the figures that `hostweave calibrate` measured on this machine. Without such
+      figures, the name of the GPU selects those of H100 or H200. Other GPUs use the figures of H200, and `Program.explain` says so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.

@@ -111,8 +111,8 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder, without reading the files. The stamp is random if a file was edited
-    after this process began to import the package, because the process may run the old code."""
+    """Stamp that changes with every edit of a file below the folder. Reads the metadata of the files, not the files. The stamp is random if
+    a file was edited after this process began to import the package, because the process may run the old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
     latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
@@ -165,7 +165,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
         try:
             scratch.rename(entry)
         except OSError:  # the path already exists
-            if lookup(name):  # another process has published the entry, because the file system has no locks
+            if lookup(name):  # another process has published the entry; this happens if the file system has no locks
                 _remove(scratch)
             else:
                 _remove(entry)
@@ -330,8 +330,8 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file, which the loader reads even if the library is replaced. Raises BuildError
-    for a file that other users can write, or that is not the published file."""
+    """Opens a cached library, and yields a path of the open file. The loader reads the open file even if the library is replaced. Raises
+    BuildError for a file that other users can write, or that is not the published file."""
     with _as_build_error():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

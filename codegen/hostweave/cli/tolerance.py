@@ -82,7 +82,7 @@ def _sequential_additions(length: int) -> float:
 
 @lru_cache(maxsize=1)  # the outputs of one program share the result
 def with_partial_sums(fusion: Fusion) -> Fusion:
-    """Returns the fusion, which has no calls, with inferred shardings and explicit partial sums."""
+    """Adds inferred shardings and explicit partial sums to a fusion without calls."""
     options = Options()
     return insert_reshards(propagate_sharding(merge_contractions(fusion, options), options), options)
 

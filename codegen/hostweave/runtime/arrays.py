@@ -111,7 +111,7 @@ def library_of(array: Array) -> ArrayLibrary:
         return _CUPY
     if package in ("jax", "jaxlib"):
         return _JAX
-    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # hasattr(array, ...) could run its code
+    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # hasattr(array, ...) could run code
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
 
@@ -306,7 +306,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage. Some tensors without storage raise an error if asked for it."""
+    """True if a tensor has storage. For some tensors without storage, `untyped_storage` raises an error."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

@@ -19,7 +19,7 @@ from hostweave.runtime.windows import WindowPosition, Windows, window_positions
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
-MadeOutput = tuple[ArrayLibrary, Array] | None  # None for an output in a donated input, or without a block here
+MadeOutput = tuple[ArrayLibrary, Array] | None  # None if an output reuses a donated input, or has no block here
 
 _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
@@ -210,7 +210,7 @@ class Arguments:
         """Refuses an output array or a donated input that overlaps another argument, because the write would change that argument."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # span with the largest end: of all earlier spans, and of the written spans
+        last = last_written = Span(0, 0, 0, "", False)  # spans with the largest end among earlier spans, and among earlier written spans
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -232,8 +232,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs, if the caller passes sizes or some arguments are only on some ranks. None otherwise, and if ranks
-        exchange shapes instead."""
+        """Shapes of the global inputs if the caller passes sizes. Without sizes, None, unless some arguments exist only on some ranks and
+        the ranks do not exchange shapes."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

@@ -1,7 +1,7 @@
 """Exchanges of records between ranks, on the host: each rank contributes a record, and gets the records of all ranks.
 
-If one rank reports a failure, the other ranks stop waiting. Most records are signatures of calls, by which ranks check that all of them are
-about to make the same call.
+If one rank reports a failure, the other ranks stop waiting. Most records are signatures of calls. Ranks compare the signatures, to check
+that all ranks are about to make the same call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Exchange:
         return None
 
     def publish_position(self, text: str) -> None:
-        """Publishes where in its calls this rank is, for reports of other ranks."""
+        """Publishes the position of this rank in its calls. Other ranks report the position if a call hangs."""
 
     def gather_positions(self, timeout: float = 0) -> list[str | None]:
         """Positions of all ranks, None if unknown. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
@@ -296,8 +296,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The step that a rank is about to take, such as a call of a program or of `group.split`. `error` is the reason if the rank cannot take
-    the step."""
+    """The step that a rank is about to take, such as a call of a program or of `group.split`. If the rank cannot take the step, `error`
+    says why."""
 
     program: str
     mesh: str

@@ -105,7 +105,7 @@ class FallibleGroup:
         self.exchange.fail(reason)
 
     def interrupted(self, reason: str) -> None:
-        """Aborts, for example after Ctrl-C, and prints a report on stderr, unless the group has failed before."""
+        """Handles an interrupt such as Ctrl-C: prints a report on stderr, and aborts. Does nothing if the group has failed before."""
         if not self._failure:
             print_report(report := self.report(f"rank {self.rank}: {reason}"))
             self.abort(report)
@@ -138,7 +138,7 @@ class FallibleGroup:
         return None
 
     def left_early(self) -> str | None:
-        """Message that this rank waits in a call, but another rank has left before this call. None otherwise."""
+        """Returns a message if this rank waits in a call and another rank has left before this call. Otherwise returns None."""
         call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
@@ -160,7 +160,8 @@ class FallibleGroup:
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message that another rank waits in an exchange that this rank has skipped by beginning the next call. None otherwise."""
+        """Returns a message if another rank waits in an exchange that this rank will not join, because this rank has begun the next call.
+        Otherwise returns None."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

@@ -123,7 +123,7 @@ def current(group: str = "default") -> Group | None:
 
 
 class Group(FallibleGroup):
-    """Ranks that call programs together, as one of the ranks sees them. `hw.init` returns a group.
+    """Ranks that call programs together. Each rank has its own object of this class, which `hw.init` returns.
 
     `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. A
     group that has failed cannot be used again.
@@ -184,8 +184,8 @@ class Group(FallibleGroup):
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
-        """Raises ExecutionError if the group has failed or is closed. A CUDA call only enqueues work, so synchronize the stream before you
-        call `check`."""
+        """Raises ExecutionError if the group has failed or is closed. A call on CUDA returns before its work has run, so synchronize the
+        stream before you call `check`."""
         if not self._failure and (reason := self._known_failure()):
             self.abort(reason)
         self.expect_working()
@@ -229,7 +229,7 @@ class Group(FallibleGroup):
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
         transports peer and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other
-        arrays are copied. For each argument in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays
+        arrays are copied. If an argument is in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays
         at equal offsets. The program is compiled again if a call has a new set of arguments in windows.
 
         On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
@@ -269,7 +269,7 @@ class Group(FallibleGroup):
             if self.closed:
                 return
             self.closed = True
-            self._send(self._announce_leaving)  # before channels are freed, which may wait for other ranks
+            self._send(self._announce_leaving)  # first, because freeing channels may wait for other ranks
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
@@ -293,8 +293,8 @@ class Group(FallibleGroup):
     # --- used by programs on this rank
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """The native object of this rank on a device of the target. The module of any program can create the object, which all programs
-        share."""
+        """Returns the native object of this rank for the target. The first module that asks creates the object, and all programs share
+        it."""
         native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:
@@ -307,7 +307,7 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Exchanges and compares the signatures of all ranks, which say what each rank is about to do. Returns the signatures by rank.
+        """Exchanges and compares the signatures of all ranks. A signature says what a rank is about to do. Returns the signatures by rank.
 
         If `error` is given, raises `error` after the exchange. If another rank fails or times out, `waits_for` is appended to the message.
         """
@@ -320,7 +320,7 @@ class Group(FallibleGroup):
         return signatures
 
     def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """Returns True if all ranks pass the same value, compared in shared memory of their host. Returns None if they have no shared
+        """Returns True if all ranks pass the same value. Compares in shared memory of the host. Returns None if the ranks have no shared
         memory.
 
         All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. If the group
@@ -354,7 +354,8 @@ class Group(FallibleGroup):
             self._waits_at_barrier = False
 
     def make_barrier(self) -> tuple[HostBarrier | None]:
-        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map it, for example on another host. Collective."""
+        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map this memory, for example on another host.
+        Collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         barrier = None
@@ -425,7 +426,7 @@ class Group(FallibleGroup):
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Makes a call that all ranks make. A call that raises fails the group on all ranks, unless the error is CaptureError."""
+        """Makes a call that all ranks make. If the call raises an error other than CaptureError, the group fails on all ranks."""
         self._calls += 1
         try:
             with native_calls:
@@ -478,7 +479,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child, which must not announce that the rank leaves: the parent is still the rank."""
+    """Marks all groups as unusable in a forked child. The child must not announce that the rank leaves: the parent is still the rank."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
@@ -501,7 +502,7 @@ def _close_all() -> None:
 
 def _ended_by() -> str | None:
     """The exception that ends this process, or None. Also None at an interactive prompt, where the user has already seen the exception."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in multiprocessing, a process ends while the exception propagates
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # multiprocessing runs exit handlers while the exception propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -56,7 +56,8 @@ def _wait_for(queue: SimpleQueue[int]) -> None:
 
 
 class Threads:
-    """Ranks that are `count` threads of this process. Call `hw.init` in every thread with the same object, or use `run` to start threads.
+    """Ranks that are `count` threads of this process. Call `hw.init` in every thread with the same `hw.Threads`, or let `run` start the
+    threads.
 
     A thread becomes the first free rank, and the rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1
     or above 1024.
@@ -94,7 +95,7 @@ class Threads:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Provider for some of these ranks, in this order. Each of these ranks gets the same object."""
+        """Returns a provider for `ranks`, in this order. All of `ranks` get the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -102,7 +103,7 @@ class Threads:
             return self.parts[name]
 
     def fail(self, reason: str) -> None:
-        """Makes every rank that waits for other ranks raise."""
+        """Raises an error in every rank that waits for other ranks."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():
@@ -160,7 +161,7 @@ class Threads:
 
 
 class KnownRank:
-    """Part of a provider whose rank is known when the provider is created."""
+    """Base class of providers that know the rank when they are created."""
 
     _rank: int
     _count: int
@@ -311,7 +312,7 @@ class Communicators(KnownRank):
 
 
 def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer:
-    """Starts the store of a job in this process, or returns it if it is running already."""
+    """Returns the store of a job in this process. Starts the store if it is not running."""
 
     def serve() -> TcpServer:
         with _servers_lock:

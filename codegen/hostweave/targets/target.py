@@ -31,7 +31,7 @@ class Target(Protocol):
     wheel_build_requirements: tuple[str, ...]  # packages that building the wheel needs in addition to scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        """Raises ProgramError if this target cannot run one of the user kernels. By default it can run all."""
+        """Raises ProgramError if this target cannot run one of the user kernels. By default a target can run all of them."""
         return
 
     def toolchain(self) -> Toolchain:
@@ -69,7 +69,7 @@ class Target(Protocol):
         """Number of the GPU of a rank's arrays, or CPU_DEVICE. `member` is the native object of the rank's device."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason if arrays on that device cannot be used. By default all can."""
+        """Raises TypeError with a reason if arrays on that device cannot be used. By default all devices are accepted."""
         return
 
     def device_name(self) -> str:
@@ -77,7 +77,7 @@ class Target(Protocol):
 
     def stream(self, given: Any) -> int | None:
         """Handle of the argument `stream=` of a call. None means the current stream of the arrays' library. Raises TypeError if `given` is
-        no stream."""
+        not a stream."""
 
 
 @cache

@@ -114,7 +114,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Indices of the events for which an event waits, including those that delayed its collective or signal on other ranks."""
+        """Indices of the events for which an event waits. Includes events on other ranks that delayed its collective or signal."""
         event = self.events[number]
         awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]

@@ -33,8 +33,8 @@ class Copies:
             self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies, before every call, because torch's version counter misses some writes. `stream` is the stream on which a
-        graph will be launched."""
+        """Updates all copies. Every call needs this update, because torch's version counter misses some writes. `stream` is the stream on
+        which a graph will be launched."""
         for name, tensor in self._tensors.items():
             with on_stream(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))

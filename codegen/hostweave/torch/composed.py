@@ -219,7 +219,7 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """For each value, counts the elements of the sorted row that are less. With `right`, equal elements count too."""
+    """For each value, counts the elements of the sorted row that are less than the value. With `right`, equal elements count too."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
     values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
@@ -310,7 +310,7 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`. With
-    `include_last_offset`, its last element is the end of the last bag."""
+    `include_last_offset`, the last offset is the end of the last bag."""
     if scale_grad_by_freq or sparse:
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
@@ -371,7 +371,7 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Returns the mantissa and the exponent. The absolute value of the mantissa is 0.5 to below 1. For 0, infinities and NaNs the
+    """Returns the mantissa and the exponent. The absolute value of the mantissa is at least 0.5 and below 1. For 0, infinities and NaNs the
     mantissa is x, and the exponent is 0.
 
     The exponent from log2 may be too large or too small by 1. The mantissa is then out of range, and both are corrected."""

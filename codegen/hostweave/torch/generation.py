@@ -87,7 +87,7 @@ def _clone(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns all leaves of the values, and the structure of each value. Most values are leaves, for which pytree takes longer."""
+    """Returns all leaves of the values, and the structure of each value. The most common leaves bypass pytree, which is slow."""
     leaves, form = list[Any](), dict[str, Any]()
     for name, value in values.items():
         is_leaf = value is None or isinstance(value, torch.Tensor | bool)
@@ -114,7 +114,7 @@ class Generation:
         self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of the dims that the plan shards, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
         self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), tensors that the cache requests)
-        self._parameters = tuple(inspect.signature(module.forward).parameters)  # takes as long as five launches
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # kept, because `signature` takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
@@ -213,7 +213,7 @@ class Generation:
             empty, sizes = caches.Form(cache), _sizes(kwargs, self._word)
             with self._lock:
                 asked = next((one for of, one in self._requests if of == (empty, sizes)), None)
-                if asked is None:  # cached, because finding the answer takes a second
+                if asked is None:  # kept, because `requests` takes a second
                     asked = caches.requests(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
                     self._requests.append(((empty, sizes), asked))
             caches.allocate(cache, asked)
@@ -249,7 +249,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call. Lengths of tokens and masks above 1 are dynamic, because they differ between prompts."""
+        """Dynamic shapes for a call. A length of tokens or masks is dynamic if it is above 1, because it differs between prompts."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

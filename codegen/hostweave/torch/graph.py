@@ -365,7 +365,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 
 
 def expect_unchecked(graph: Graph, of: str) -> None:
-    """Refuses checks of values after a call, because the call has changed state by then."""
+    """Refuses a graph that checks values after a call, because the call has changed state by then."""
     if graph.checks:
         why = f"values are checked after a call, as torch.linalg.inv does, which is not supported in {of}"
         raise ProgramError(f"{why}; use a function without checks, such as inv_ex", location(graph.checks[0]))

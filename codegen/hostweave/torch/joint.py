@@ -37,7 +37,7 @@ _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
 _SAME = _WORDS.split()
-_OF_LOGITS = ("sub.Tensor", "_to_copy.default", "view.default")  # ops from the logits to their log-probabilities
+_OF_LOGITS = ("sub.Tensor", "_to_copy.default", "view.default")  # ops between the logits and the log-probabilities
 LOG_SOFTMAX = torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default
 
 
@@ -56,7 +56,7 @@ class Joint:
     def __post_init__(self) -> None:
         """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
         self._cut()
-        with torch._functorch.config.patch(cse=False):  # the first cut has already merged equal nodes, so later cuts need not
+        with torch._functorch.config.patch(cse=False):  # the first cut has already merged equal nodes
             if save_compared(self.whole, self.backward):
                 self._cut()
             for change in (save_alike, save_sources):
@@ -84,7 +84,8 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """Maps each saved value that a result replaces to the index of the result. Empty on several ranks, because shardings may differ."""
+        """`results_saved` on one rank: the program returns these values only once. Empty on several ranks, because a result and its saved
+        value may have different shardings."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property

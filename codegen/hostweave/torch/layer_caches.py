@@ -180,7 +180,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a SymInt or of NUMBERS. None for other objects."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number or SymInt. None for other objects."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -183,7 +183,7 @@ _op(
 LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
 LIBRARY.impl("hostweave::complex", torch.complex, "CompositeExplicitAutograd")
 LIBRARY.define("detach(Tensor x) -> Tensor")
-LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
+LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # for constants, at compile time
 
 
 # --- functions with custom derivatives --------------------------------------------------------------------------------

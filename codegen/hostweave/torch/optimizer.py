@@ -122,7 +122,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with one group's options."""
+    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with the options of one group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -149,7 +149,7 @@ class Shadow:
         replay = _Replay(step.calls)
         try:
             self._run(replay)
-        except Exception:  # the caller then records the step, and an error with another cause occurs again
+        except Exception:  # the caller then records the step; an error of the optimizer occurs there again
             return None
         is_complete = len(replay.numbers) == len(step.numbers) and next(replay.calls, None) is None
         return replace(step, numbers=replay.numbers, host=self._host) if is_complete else None
@@ -196,7 +196,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
             parameter.grad = gradient.clone()
             try:
                 type(optimizer).step(made)
-            except Exception:  # the optimizer reads other entries of a non-empty state, which are missing here
+            except Exception:  # for example, the optimizer reads an entry that this state lacks
                 return False
         ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))
@@ -357,7 +357,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error if anything else differs."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Any other difference raises an error."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -466,7 +466,7 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 class RecordedStep:
     """Recorded step for the parameters of a group that have the same key `words`.
 
-    Also has the indices of numbers that change between steps, and the initial state.
+    `changing` has the indices of numbers that change between steps. `initial` has the initial state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):

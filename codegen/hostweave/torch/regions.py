@@ -2,8 +2,8 @@
 
 Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
 plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors determine the
-shardings. A plan can state those of plain tensors. Unsupported ops split a graph further. These ops run eagerly on the DTensors that the
-previous program returns.
+shardings. A plan can state the shardings of plain tensors. Unsupported ops split a graph further. These ops run eagerly on the DTensors
+that the previous program returns.
 """
 
 import operator
@@ -151,7 +151,7 @@ class ModelInRegions(Delegating):
     def __init__(self, module: nn.Module, mesh: Mesh, layouts: Layouts, **settings: Any):
         super().__init__(module)
         backend = Backend(module, mesh, layouts, **settings)
-        vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # neither a submodule nor set in `module`
+        vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # sets no submodule, and nothing in `module`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module: its regions as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan

@@ -1,4 +1,4 @@
-"""Traces repeated layers once. torch.export traces the first of several equal layers, and records each other layer as one op. After
+"""Traces repeated layers once. torch.export traces the first of several equal layers, and records every later layer as one op. After
 decomposition, a copy of the first layer's nodes replaces each of these ops.
 
 Two modules of a list are equal under three conditions. The modules have the same structure. All attributes that the first module reads
@@ -37,8 +37,7 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of a traced layer. A copy of the traced nodes replaces each op `layer` that has the number of the
-    trace."""
+    """A traced layer, or the derivative of a traced layer. A copy of the traced nodes replaces each op `layer` that has this `number`."""
 
     path: str
     arguments: int = 0  # number of tensors in the arguments; the state of a cache follows the arguments

@@ -1,4 +1,4 @@
-"""A compiled training step: forward pass, backward pass and optimizer step. If gradients accumulate, a second program only adds them."""
+"""A compiled training step: forward pass, backward pass and optimizer step. With accumulation, a second program adds up gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

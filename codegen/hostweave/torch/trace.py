@@ -248,7 +248,8 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if each result that the next equal layer reads has the type of the program input that this layer reads in its place."""
+    """True if the types of the program inputs that this layer reads equal the types of the results that the next equal layer reads
+    instead."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

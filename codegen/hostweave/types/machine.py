@@ -27,8 +27,8 @@ class Link:
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes: linear between the points and above them, constant below the first point. With one point, always
-        constant."""
+        """Seconds for `size` bytes: linear between the points and above them, constant below the first point. With only one point, the
+        time is constant."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -85,7 +85,7 @@ class Machine:
     launch: float  # seconds to launch an empty kernel
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
-    unaligned: float = 6.0  # slowdown of 16-bit matmuls whose rows are no multiple of 16 bytes
+    unaligned: float = 6.0  # slowdown of 16-bit matmuls if the bytes of a row are not a multiple of 16
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()

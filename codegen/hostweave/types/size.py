@@ -44,8 +44,8 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError for another text, and TypeError for
-        another object."""
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError for other texts, and TypeError for
+        other objects."""
         if isinstance(value, Size):
             return value
         return _parsed(value) if isinstance(value, str) else Size(index(value))
@@ -66,7 +66,7 @@ class Size:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All factors except sums, also those inside sums."""
+        """All factors that are not sums, including the factors inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property

@@ -94,7 +94,7 @@ class Dim:
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError for another text."""
+        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError for other texts."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
@@ -139,8 +139,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is on another mesh than the program, such as one of some
-    ranks."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is not on the program's mesh, but for example on some ranks."""
 
     dtype: DType
     dims: tuple[Dim, ...]
@@ -385,7 +384,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Zigzag dims must be split evenly. Other dims must be, unless `uneven` is None, the size is an int, or the size has a symbol of `uneven`.
+    Zigzag dims must be split evenly. A dim with another sharding must be split evenly, unless `uneven` is None, its size is an int, or its
+    size has a symbol of `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
@@ -431,6 +431,6 @@ def is_matrix(buffer: BufferType) -> bool:
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """Type of a view, without strides if it is contiguous. The stride of a dim of size 1 does not matter."""
+    """Type of a view. A contiguous view has no strides. The stride of a dim of size 1 does not matter."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)
