@@ -73,7 +73,7 @@ class Variants(Generic[R]):
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
         """The program with constants in place of the sizes that ranks cannot split evenly. None if there are no such sizes, or if
-        `Compiled.at_sizes` is None.
+        `Compiled.at_sizes` returns None.
 
         `owner` is a group, or the runner of `Program.run`. Each owner keeps the variants for its last few sizes. All ranks of a group make
         the same calls, and therefore keep the same variants. A dropped variant is freed when no call or captured call uses it.

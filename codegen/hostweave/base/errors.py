@@ -61,7 +61,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line in errors. For graphs that were recorded earlier: the line is no longer on the stack."""
+    """Makes `location` the user's line in errors. Graphs that were recorded earlier need this: their lines are no longer on the stack."""
     token = _stated.set(location)
     try:
         yield

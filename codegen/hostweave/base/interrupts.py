@@ -15,7 +15,7 @@ from hostweave.base.shortages import expect_memory, explains_shortages
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.05  # time between two checks if a wait must end
+POLL_SECONDS = 0.05  # seconds between two checks of a wait for a reason to end
 _THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
 _WAIT_TIMEOUT = 15.0  # seconds that interrupted work gets to end
 

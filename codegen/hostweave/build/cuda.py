@@ -142,7 +142,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL that this process has already loaded, and that programs then use, or None."""
+    """Version of the NCCL library that this process has loaded, or None. Programs use a loaded library."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:
@@ -152,8 +152,8 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, the architecture of GPU 0, or sm_90. sm_90a allows instructions that only Hopper
-    has."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, the architecture of GPU 0, or sm_90. sm_90 becomes sm_90a, which allows instructions
+    that only Hopper has."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 

@@ -1,7 +1,7 @@
 """Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. There, the name of a kernel denotes a
-`hw::JitKernel` (hostweave/jit.h).
+Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. In the module, the name of a kernel
+denotes a `hw::JitKernel` (hostweave/jit.h).
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from hostweave.emit.cpp import quoted
 # -prec-div=false: divisions have an error of up to 2 ulp; exact division would double the time of most kernels.
 # -diag-suppress=186: NVRTC 13.0 warns if an op that supports all dtypes, such as relu, compares an unsigned number with zero.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false", "-diag-suppress=186")
-_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the types that the host compiler uses too
+_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same types as in the host compiler
 
 
 def _integers() -> str:

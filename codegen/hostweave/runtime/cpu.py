@@ -68,7 +68,8 @@ def parallel(
 ) -> AbstractContextManager[None]:
     """Runs all ready operations of the CPU target in parallel. This is the default.
 
-    `timeout_seconds` applies to both targets: if no rank makes progress for that long, `run` and similar calls raise with a report.
+    `timeout_seconds` applies to both targets. If no rank makes progress for that time, `run` and similar calls raise an error with a
+    report.
     """
     return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

@@ -19,7 +19,7 @@ _OTHER_EDGES = {
     "unknown": "or a later line is not done (graphs report progress only with HOSTWEAVE_GRAPH_PROGRESS=1)",
     "none": "is not done",
 }
-_MAX_CHARACTERS = 48  # if the text of a call is longer, the report omits its arguments
+_MAX_CHARACTERS = 48  # if the text of a call is longer, the report omits all arguments but the first
 
 Line = tuple[int, str]  # (line number in program.cpp or 0, the call on that line)
 

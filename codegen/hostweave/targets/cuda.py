@@ -114,7 +114,7 @@ def why_no_puts(ranks: int) -> str:
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "". Both the NCCL headers and the NCCL of this process, if loaded, count."""
+    """Reason why NCCL is too old for a transport, or "". Checks the NCCL headers and, if it is loaded, the NCCL of this process."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -161,7 +161,7 @@ def _figures() -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """Library of these sources, cached. `macros` are defined for them, and `needed` are linked."""
+    """Returns a cached library. Its sources `files` are compiled with `macros`, and linked to `needed`."""
     file = f"libhostweave_{name}.so"
     stamps = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *stamps, toolchain.stamp)

@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with the result of the first layer that the next layer gets as this argument, or with None."""
+        """Pairs each argument with the first layer's result in `chain`: the next layer gets this result as the argument. May be None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 

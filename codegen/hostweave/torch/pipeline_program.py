@@ -80,8 +80,8 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. It returns the loss and the gradients, or with an optimizer the loss, the new parameters and the new state.
-    With clipping, the gradient norms follow the loss."""
+    """Records the program. The program returns the loss and the gradients. With an optimizer, it returns the loss, the new parameters and
+    the new state. With clipping, the gradient norms follow the loss."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 

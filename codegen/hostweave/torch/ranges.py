@@ -13,7 +13,7 @@ from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
 
 KEPT = 16  # maximum number of ranges that have a program; each program has separate memory
-_MEET = 64  # ranks ask each other if all have compiled a part at calls 1, 2, 4, ..., and later at every 64th call
+_MEET = 64  # at calls 1, 2, 4, ... and at every 64th call, ranks ask each other if all have compiled a part
 
 
 class Computes(Protocol):

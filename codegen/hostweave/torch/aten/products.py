@@ -122,7 +122,7 @@ def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
     """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is the row's largest magnitude over 448. The
-    magnitude is limited to 1e-12 to `bound`."""
+    magnitude is clipped to the range from 1e-12 to `bound`."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
