@@ -52,11 +52,11 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
                       stream);
 }
 
-constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // head sizes: multiples of the first number, at least the second
+constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // packed head sizes: multiples of the first number, at least the second
 
 // True for packed problems that cuDNN was observed to compute correctly. If the head size is not a multiple of 16, the gradient
-// of the queries is wrong. Heads of 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a token's
-// elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
+// of the queries is wrong. Heads of size 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a
+// token's elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
@@ -65,9 +65,9 @@ bool packs(const AttentionProblem& p) {
 }
 
 // True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
-// only packed problems that `packs` accepts. With a bias, cuDNN supports no window, and only the diagonal from the top left. With
-// lengths, cuDNN supports only diagonals from a corner. If the diagonal reaches the last column before the last row, cuDNN
-// supports no window and no backward pass.
+// only packed problems that `packs` accepts. With a bias, cuDNN supports no window, and only the diagonal from the top left,
+// unless a single row attends to all columns. With lengths, cuDNN supports only diagonals from a corner. If the diagonal starts
+// after the first column and reaches the last column before the last row, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -126,7 +126,7 @@ class Engine {
     }
     for (const auto& memory : owned) values.push_back(memory.get());
     auto of_stream = std::ranges::find(workspaces, stream, &std::pair<cudaStream_t, std::shared_ptr<void>>::first);
-    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // workspace of the caller's stream
+    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // the caller's stream uses the first workspace
     const void* const scratch = of_stream->second.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
@@ -232,9 +232,9 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// Up to two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows
-// that attend to no column. If the last rows attend to all columns, a plan without a mask computes them. In a backward pass, this
-// plan may instead compute the gradients of columns to which all rows attend.
+// Up to two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit
+// rows that attend to no column. If the last rows attend to all columns, a plan without a mask computes these rows. In a
+// backward pass, the plan without a mask may instead compute the gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row of the part; first column if `add_columns` made the part
@@ -247,7 +247,7 @@ struct OnCuda : PlannedAttention {
   int64_t columns = whole.k.rows;             // columns to which some row attends
   std::list<Part> parts;
   std::shared_ptr<void> terms;  // gradient of the queries by the first of two parts
-  AddedRows sums{};             // adds the parts
+  AddedRows sums{};             // adds `terms` to the gradient of the queries
 
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 

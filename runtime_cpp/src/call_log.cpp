@@ -50,7 +50,7 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
-  // Milestones at the start and end of a graph that the application launches, and how many launches have ended.
+  // Milestones at the start and end of a graph that the application launches, and the number of launches that have ended.
   int begin = Milestones::kNone, end = Milestones::kNone;
   int64_t landed = 0;
 };
@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;  // the ops of the call are done after they have ended this many times; all launches of a graph share its ops
+  int64_t times;  // the call is done after its ops have ended this many times; all launches of a graph share its ops
   int end = Milestones::kNone;  // milestone after all ops of the call
   bool is_enqueuing = true;
 };
@@ -101,7 +101,7 @@ class CallSolver {
   };
   std::vector<Queue> queues;
 
-  // The record that a wait waits for, or kNoRecord.
+  // Index of the record that a wait waits for, or kNoRecord.
   size_t record_of(size_t i) const { return records_[i]; }
   bool is_done(size_t i) const { return done_[i]; }
 
@@ -155,7 +155,8 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs the rest of a line: a transfer per peer, or else a collective if the line has a channel, or else work.
+  // Logs the rest of a line: one transfer per peer if the line has peers, otherwise a collective if it has a channel, otherwise
+  // work if nothing is logged yet.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -187,7 +188,7 @@ struct CallLog::Calls {
     for (const int milestone : ops.milestones) milestones.give_back(milestone);
   }
 
-  // Forgets the calls that are done.
+  // Forgets the calls that are done, and counts the launches by the application.
   void advance() {
     const BesideCaptures beside;
     while (!calls.empty() && !calls.front().is_enqueuing && milestones.is_done(calls.front().end, 1)) {
@@ -203,8 +204,8 @@ struct CallLog::Calls {
     }
   }
 
-  // Returns an unfinished launch by the application, or else the first unfinished call. Launches and calls run one after another,
-  // so all calls before a started launch are done.
+  // Returns an unfinished launch by the application, or otherwise the first unfinished call. Launches and calls run one after
+  // another, so all calls before a started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

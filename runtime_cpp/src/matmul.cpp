@@ -26,8 +26,8 @@ constexpr size_t kMostPlans = 4096;    // maximum plans per matmul, about 2 KiB 
 constexpr int kMeasured = 16;          // number of recommended algorithms that are measured
 constexpr int kTimings = 7;            // timed runs of each algorithm
 constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is below this share of the best time
-constexpr int64_t kScaledStep = 16;    // k and n of 8-bit matmuls must be multiples of this
-constexpr int64_t kScaledBlock = 128;  // elements per scale
+constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
+constexpr int64_t kScaledBlock = 128;  // elements of the inner dim per scale
 constexpr int64_t kScalesStep = 4;     // the number of scales per row of blocks is a multiple of this
 constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches: a memset of this size evicts the operands
 
@@ -35,7 +35,7 @@ struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
 
   Matrix transposed() const { return {columns, rows, column_stride, row_stride}; }
-  // True if rows are contiguous; otherwise columns are.
+  // True if rows are contiguous.
   bool row_major() const { return column_stride == 1 || columns == 1; }
   int64_t span() const { return (rows - 1) * row_stride + (columns - 1) * column_stride + 1; }  // extent in elements
   bool valid() const { return row_major() || row_stride == 1 || rows == 1; }
@@ -44,7 +44,7 @@ struct Matrix {
   }
 };
 
-// A leading dim, and the stride of its matrices in each operand; 0 if the operand is broadcast.
+// A leading dim, and the stride between its matrices in a, b and c. The stride is 0 if a matrix is broadcast along the dim.
 struct Batch {
   int64_t count = 1, a = 0, b = 0, c = 0;
 };
@@ -84,7 +84,7 @@ std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c)
   return result;
 }
 
-// True if the matrices of a batch are consecutive rows of one tall matrix.
+// True if the matrices of a batch together are one tall matrix.
 bool rows_follow(const Matrix& x, int64_t stride) { return stride == x.rows * x.row_stride || (x.rows == 1 && x.row_major()); }
 
 Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
@@ -160,8 +160,8 @@ bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
 }
 
-// True if the few-rows kernels support the problem, and cuBLASLt is not faster. They support one matmul with few contiguous rows,
-// and scaled weights only with contiguous columns.
+// True if the few-rows kernels support the problem, and cuBLASLt is not faster. The kernels support one matmul with few
+// contiguous rows. The kernels support scaled weights only if columns are contiguous.
 bool has_few_rows(const Problem& p, const Scaling* scaling) {
   if (scaling ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
   if (scaling && is_faster_by_blas(p, *scaling)) return false;
@@ -174,7 +174,7 @@ Activation activation_of(cublasLtEpilogue_t epilogue) {
   return epilogue & CUBLASLT_EPILOGUE_GELU ? Activation::gelu_tanh : Activation::none;
 }
 
-// Description of scales in a cuBLASLt mode, for an operand of `rows` rows with `terms` elements.
+// Description of scales in a cuBLASLt mode, for an operand with `rows` rows of `terms` elements.
 OperandScales scales_of(int32_t mode, const void* scales, int64_t rows, int64_t terms) {
   const auto* const at = static_cast<const float*>(scales);
   if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return {at, 0, 0, 0};
@@ -211,7 +211,7 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t recommended{}, unaligned{};
-  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or a measured algorithm
+  const cublasLtMatmulAlgo_t* aligned = &recommended;  // algorithm for aligned operands: recommended, or measured
   const void* zeros = nullptr;                         // memory of the zeros that replace both operands if k = 0
 
   ~Plan() {
@@ -226,7 +226,7 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // If k = 0, changes the problem to a product of zeros of depth `depth`. Returns the number of zeros needed.
+  // Changes a problem with k = 0 to a product of zeros with k = `depth`. Returns the number of zeros needed.
   int64_t multiply_zeros(int64_t depth) {
     problem.a = {problem.a.rows, depth, depth, 1};
     problem.b = {depth, problem.b.columns, 1, depth};
@@ -235,7 +235,7 @@ struct MatmulPlan::Plan {
     return depth * std::max(problem.a.rows, problem.b.columns);
   }
 
-  // Upper bound for the bytes of the scales of either operand.
+  // Upper bound of the size of an operand's scales, in bytes.
   size_t most_scales() const {
     const int64_t blocks = problem.a.columns / kScaledBlock + kScalesStep;
     return sizeof(float) * std::max(problem.a.rows, problem.b.columns) * blocks;
@@ -260,7 +260,7 @@ struct MatmulPlan::Plan {
     return result;
   }
 
-  // The first `most` recommended algorithms.
+  // Returns up to `most` algorithms that cuBLASLt recommends, best first.
   std::vector<cublasLtMatmulAlgo_t> find_algorithms(cublasLtHandle_t blas, uint32_t alignment, int most) const {
     cublasLtMatmulPreference_t preference = nullptr;
     HW_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -290,7 +290,7 @@ struct MatmulPlan::Plan {
 
 struct MatmulPlan::Plans {
   PlanCache<std::array<Strided, 3>, std::unique_ptr<Plan>> of{kMostPlans};
-  std::vector<DeviceMemory> zeros{};  // grows by doubling; graphs may still read the older ones
+  std::vector<DeviceMemory> zeros{};  // grows by doubling; older memory is kept, because graphs may still read it
 };
 
 MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
@@ -412,8 +412,8 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// Selects an algorithm by its median time with cold caches. A later algorithm must be clearly faster (kClearly) than the best so
-// far. Afterwards the kernels of all algorithms are loaded.
+// Selects an algorithm by its median time with cold caches. A later algorithm replaces the best so far only if it is clearly
+// faster (kClearly).
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
@@ -427,7 +427,7 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
     plan.aligned = &algorithm;
     std::array<float, kTimings> times;
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first run loads kernels
+    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first run loads kernels, and does not count
       HW_CHECK(cudaMemsetAsync(other.reserve(kColdBytes), 0, kColdBytes, stream));
       HW_CHECK(cudaEventRecord(begin, stream));
       const void* const bias = has_bias() ? scratch : nullptr;
@@ -445,9 +445,9 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// CUDA loads a kernel lazily at its first launch, which takes milliseconds and can deadlock with an NCCL kernel that waits for
-// another rank. So every kernel that the plan may launch runs once here on scratch memory, while the device is idle. The
-// accumulating variant of the matmul also runs, because it may be another kernel.
+// CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with an NCCL kernel that waits for
+// another rank. So every cuBLASLt kernel that the plan may launch runs once here on scratch memory, while the device is idle.
+// The accumulating matmul also runs, because cuBLASLt may use another kernel for it.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
@@ -484,7 +484,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
-// Calls cuBLASLt for each index of the leading dims that a strided-batched matmul does not cover.
+// Makes one strided-batched matmul for each index of the first `dims` outer dims.
 cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
                                       Epilogue epilogue) const {
   if (dims == 0) return one_batch(*current_, a, b, c, stream, epilogue);

@@ -1,5 +1,5 @@
-// Peer memory on GPUs. Signals are cuStreamBatchMemOp operations on words. The ranks of a group share an anonymous file. The
-// process that makes the id keeps the file open until all have mapped it.
+// Peer memory on GPUs. Signals are cuStreamBatchMemOp operations on words. The words are in an anonymous file that all ranks of
+// a group map. The process that makes the id keeps the file open until all ranks have mapped the file.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -36,7 +36,7 @@ constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work
 constexpr auto kWordPhase = 50us;     // during an abort, all words are 0 for this time, then 1 for this time, repeatedly
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
-// Shared segment of a group, initially zero.
+// Contents of the file that the ranks of a group share. Everything but `token` is initially zero.
 struct Segment {
   std::atomic<uint64_t> token;
   std::atomic<int64_t> size;  // size of the group, set by the first rank
@@ -46,9 +46,9 @@ struct Segment {
     std::atomic<uint32_t> taken;
     MemoryCard card;
     size_t bytes;
-    char why[256];  // reason why this rank cannot access the other ranks' memory
+    char why[256];  // reason why this rank cannot use peer memory; empty if it can
   } seats[kRanks];
-  std::atomic<uint32_t> unmapped[kMappings];  // number of ranks that have unmapped each mapping
+  std::atomic<uint32_t> unmapped[kMappings];  // see State::unmapped
   // Signal words, by sender, receiver and signal number. A smaller group uses only the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
@@ -63,7 +63,7 @@ static_assert(sizeof(Maker) <= sizeof(ncclUniqueId));
 
 std::mutex made_mutex;
 
-std::map<uint64_t, int>& made() {  // files of this process by token; guarded by made_mutex
+std::map<uint64_t, int>& made() {  // files that this process has made, by token; guarded by made_mutex
   static auto* const all = new std::map<uint64_t, int>;
   return *all;
 }
@@ -76,7 +76,7 @@ void close_file_of(uint64_t token) {
   }
 }
 
-// Returns null if the file cannot be opened or mapped, or belongs to another group.
+// Returns null if the file cannot be opened, cannot be mapped, or belongs to another group.
 Segment* map_segment(const Maker& maker) {
   const std::string path = "/proc/" + std::to_string(maker.process) + "/fd/" + std::to_string(maker.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -121,8 +121,8 @@ struct PeerGroup::State {
   int device = 0;
   double timeout_seconds = 0;
   uint32_t meetings = 0, mappings = 0;         // numbers of barriers and mappings of this rank so far
-  std::atomic<bool> stuck = false;             // from the start of an abort until the device is idle
-  const std::atomic<bool>* aborted = nullptr;  // flag of the rank, set only while the channel is created
+  std::atomic<bool> stuck = false;             // true from the start of an abort until the device is idle
+  const std::atomic<bool>* aborted = nullptr;  // abort flag of the rank; null once the channel is created
   bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
 
@@ -133,8 +133,7 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // Counts the ranks that have released a mapping. Mapping number i + kMappings uses the counter of mapping i, and continues
-  // its count.
+  // Number of ranks that have released a mapping. Mappings i and i + kMappings share a counter, which is never reset.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
@@ -201,12 +200,13 @@ struct PeerGroup::State {
 
 namespace {
 
-// Released memory, to be freed after the peers have unmapped it.
+// Memory that this rank has released. It is freed after the peers have unmapped it; after an abort, at the latest
+// kUnmapPatience after its release.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;
   struct Part {
-    std::shared_ptr<void> keeps;  // keeps the segment
+    std::shared_ptr<void> keeps;  // keeps the segment mapped
     const std::atomic<uint32_t>*unmapped, *aborted;
     uint32_t all;  // value of `unmapped` after all ranks have unmapped the memory
   };
@@ -227,8 +227,8 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees memory of the current device that peers have unmapped, or have had kUnmapPatience to unmap after an abort. Memory of
-// another device is left to its rank, because cudaFree would wait for work there, and that work may wait for this thread.
+// Frees released memory of the current device, if GivenUp::is_free allows it. Memory of another device is left to its rank:
+// cudaFree would wait for work on that device, and that work may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));
@@ -243,7 +243,7 @@ void free_what_is_unmapped() {
   for (const GivenUp& one : done) free_shared(one.data);
 }
 
-// The memory of the peers in one mapping, as opened by this rank.
+// The peers' memory of one mapping, as opened by this rank.
 struct Opened {
   MemoryCard own;
   std::vector<std::pair<MemoryCard, void*>> peers;
@@ -376,7 +376,8 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Toggles all words between 0 and 1 until the device is idle, at most for kUnmapPatience, so that each wait sees its value.
+// Toggles all words between 0 and 1 until the device is idle, for at most kUnmapPatience. So every wait on the device sees the
+// value that it waits for.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

@@ -1,7 +1,7 @@
 """A compiled program as a Python module that does not need Hostweave.
 
-`run` takes global arrays and runs all ranks in this process. `World` and `Program` are for one rank per process. Arrays are
-NumPy arrays if TARGET is "cpu", with simulated ranks, and PyTorch tensors if it is "cuda".
+`run` takes global arrays and runs all ranks in this process. `World` and `Program` are for one rank per process. If TARGET is "cpu", ranks
+are simulated, and arrays are NumPy arrays. If TARGET is "cuda", arrays are PyTorch tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ else:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output: its name, its type with the sharding, and which pieces of each dim a rank holds."""
+    """An input or output of the program."""
 
     name: str
-    type: str  # such as bf16[M@x, K]
+    type: str  # with the sharding, such as bf16[M@x, K]
     dtype: str  # name in NumPy and PyTorch
-    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # per rank, per dim: (number of pieces, own pieces)
-    memory: str  # name of the donated input whose memory an output overwrites, or ""
+    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # per rank, per dim: (pieces, pieces of the rank)
+    memory: str  # the donated input whose memory an output overwrites, or ""
     at: int  # position in the struct of the C API
 
     @property
@@ -112,7 +112,7 @@ def _decide(what: str, function: str, *arguments: Any) -> None:
 
 
 def new_id() -> bytes:
-    """Id of a new world. One rank creates it and sends it to all, for example by torch.distributed or a file."""
+    """Makes the id of a new world. One rank makes the id and sends it to all ranks, for example by torch.distributed or a file."""
     _decide("processes", "hw_use_processes")
     made = ctypes.create_string_buffer(128)
     _call("hw_new_id", made)
@@ -123,7 +123,7 @@ class World:
     """One of the RANKS ranks. Creating a World or a Program is collective: every rank does it."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
-        """Joins the world with this id. `device` is the number of a GPU of this host, by default `rank`. A simulated rank needs none."""
+        """Joins the world with this id. `device` is a GPU of this host, by default number `rank`. A simulated rank ignores `device`."""
         _decide("processes", "hw_use_processes")
         self._join(id, rank, 0 if TARGET == "cpu" else rank if device is None else device)
 
@@ -159,10 +159,10 @@ class Program:
         self._prepared = _key(arrays, global_shapes)
 
     def __call__(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
-        """Returns the local output, or a tuple of several. The call is enqueued on PyTorch's current stream if the target is "cuda".
+        """Returns the local output, or a tuple of several outputs. If TARGET is "cuda", enqueues the call on PyTorch's current stream.
 
-        Pass None for an input that this rank does not hold; an output that the rank does not hold is None. For an output in the memory of a
-        donated input, the returned array is that input. Raises like `prepare`.
+        Pass None for an input that this rank does not hold. An output that this rank does not hold is None. For an output in the memory of
+        a donated input, the returned array is that input. Raises the errors of `prepare`.
         """
         if self._prepared != _key(arrays, global_shapes):
             self.prepare(*arrays, global_shapes=global_shapes)
@@ -193,7 +193,7 @@ class Program:
         return list(shape.dims[: shape.ndim])
 
     def _tensors(self, parameters: Sequence[Parameter], arrays: Sequence[Any], global_shapes: Mapping[str, Sequence[int]]) -> Any:
-        """The struct of inputs or outputs of the C API, which is an array of hw_tensor."""
+        """Returns the C API's struct of inputs or outputs, as an array of hw_tensor."""
         if len(arrays) != len(parameters):
             wanted = ", ".join(each.name for each in parameters)
             raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(parameters)}: {wanted}")
@@ -212,8 +212,8 @@ class Program:
 def run(*arrays: Any) -> Any:
     """Returns the global outputs for global arrays, in the order of INPUTS.
 
-    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Frees their memory at the end. Raises
-    ValueError if an array has the wrong dtype or shape, and RuntimeError for other failures, such as too few GPUs.
+    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Raises ValueError if an array has the wrong
+    dtype or shape, and RuntimeError for other failures, such as too few GPUs.
     """
     if len(arrays) != len(INPUTS):
         raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(INPUTS)}: {', '.join(each.name for each in INPUTS)}")

@@ -30,19 +30,19 @@ struct Asked {
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders only such pairs of ranks.
+  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders only these pairs of ranks.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;
     if (kind == CommKind::reduce) return to == root;
     return true;
   }
-  // Byte offsets of the part for another seat in the send buffer, and of the part from another seat in the receive buffer.
+  // Byte offset in the send buffer of the data for seat `to`, and in the receive buffer of the data from seat `from`.
   std::size_t sent_at(int to) const { return kind == CommKind::reduce_scatter ? to * bytes() : 0; }
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
 
-// A collective, or a send with its recv, in which ops of several ranks are matched. Each rank's op has one seat.
+// A collective, or a send with its recv: the ops of several ranks that belong together. Each rank's op has one seat.
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
@@ -117,7 +117,7 @@ struct ProcessGroup {
 };
 
 // Creation of communicators, and groups of calls.
-ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // valid, and not stopped by a failure
+ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // error if invalid, or stopped by a failure
 void wait_for_ops(Lock& lock, ncclComm_t comm);                       // ops that this rank has issued
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);

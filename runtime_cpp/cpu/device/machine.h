@@ -1,9 +1,9 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, its accesses are checked, and
-// it joins its collectives. In seeded mode, its outputs are also filled with 0xff bytes. When an op ends, its waiters wake. There
-// are two modes: workers.cpp runs ready ops on a thread pool, and in turns.cpp a seed chooses one step at a time among streams
-// and host threads.
+// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, the machine checks its
+// accesses and joins the op to its collectives. In seeded mode, the machine also fills the op's outputs with 0xff bytes. When
+// an op ends, its waiters wake. In parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a
+// seed chooses one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -55,14 +55,14 @@ constexpr int kHost = -1;  // pseudo-device of host memory
 struct Allocation {
   std::size_t bytes;
   int device;
-  std::size_t mapped;  // bytes of its private mapping; 0 for heap memory
+  std::size_t mapped;  // bytes of the mapping; 0 for heap memory
   int file = -1;       // file that other processes can map, or -1
 };
 
 class Memory {
  public:
-  // Allocates memory filled with 0xff bytes, which is NaN in every float type. With `shared`, other processes can map it. Returns
-  // null if memory is exhausted.
+  // Allocates memory filled with 0xff bytes, which is NaN in every float type. With `shared`, other processes can map the
+  // memory. Returns null if memory is exhausted.
   void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
   // Allocation that contains this address, or null.
@@ -113,7 +113,7 @@ class Machine {
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
   void progress();                                     // wakes host threads to check their conditions
-  void learn(int device, const ClockSnapshot& clock);  // merges a clock into that of the device's host thread
+  void learn(int device, const ClockSnapshot& clock);  // merges a clock into the clock of the device's host thread
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
@@ -122,7 +122,7 @@ class Machine {
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
-  // RAII: marks this worker as blocked on another process, so that another worker replaces it.
+  // RAII: marks this worker as blocked on another process. Another worker then replaces the blocked worker.
   struct Blocked {
     Blocked();
     ~Blocked();
@@ -163,7 +163,7 @@ class Machine {
   struct HostSide {
     std::size_t lane;
     ClockSnapshot clock;
-    Clock retired;  // clock of destroyed streams, because a device synchronisation covers them too
+    Clock retired;  // clock of destroyed streams: a device synchronisation also waits for their work
   };
   struct Split {
     const RunPiece& run;

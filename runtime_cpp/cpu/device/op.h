@@ -86,7 +86,7 @@ struct OpName {
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op's seat, by index, in a collective or in a send with its recv
+struct Part {  // an op's part in a match: the index of its seat
   std::shared_ptr<Match> match;
   int index;
 };
@@ -113,11 +113,11 @@ struct Op {
   OpName name;
   Stream* stream = nullptr;
   Ranges ranges;
-  std::function<void()> work;              // runs without the lock; empty for markers and communication
-  std::vector<Part> parts;                 // members of a communication group, which begin and end together
-  std::vector<std::shared_ptr<Op>> after;  // must end before this op begins
-  std::vector<SignalTurn> awaits;          // must arrive before this op begins
-  std::vector<SignalTurn> gives;           // given when this op ends
+  std::function<void()> work;              // runs without the lock; may be empty
+  std::vector<Part> parts;                 // calls of a communication group; they begin and end together
+  std::vector<std::shared_ptr<Op>> after;  // ops that must end before this op begins
+  std::vector<SignalTurn> awaits;          // signals that must arrive before this op begins
+  std::vector<SignalTurn> gives;           // signals that are given when this op ends
   ClockSnapshot host_clock;                // clock of the enqueuing host
   ClockSnapshot clock;                     // clock of the stream when the op ends
   std::vector<Stream*> waiters;            // streams whose head op waits for this op
@@ -159,7 +159,7 @@ struct Stream {
 struct Event {
   int device = 0;
   bool timed = true;
-  OpPtr record;                      // last record, for which later calls wait
+  OpPtr record;                      // last record; later waits for the event wait for this op
   std::shared_ptr<Capture> capture;  // capture of its last record, if the record was captured
   std::size_t node = 0;              // node of that record
 };

@@ -1,6 +1,6 @@
-// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that it implements. A rank is a host thread with a
-// separate device (cudaSetDevice(rank)); in reports "rank 2" is device 2. Functions that return int, except hw_cpu_failed, return
-// 0 on success; otherwise hw_cpu_last_report() has the error.
+// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that the device implements. Unless `processes` is set, a
+// rank is a host thread with a separate device (cudaSetDevice(rank)); in reports "rank 2" is device 2. Functions that return
+// int, except hw_cpu_failed, return 0 on success; otherwise hw_cpu_last_report() has the error.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -12,28 +12,28 @@
 extern "C" {
 
 enum hw_cpu_mode {
-  HW_CPU_PARALLEL = 0,  // a pool of workers runs ready ops; fast
+  HW_CPU_PARALLEL = 0,  // a pool of threads runs ready ops; fast
   HW_CPU_SEEDED = 1     // one step at a time, chosen by the seed; deterministic
 };
 
 enum hw_cpu_picker {
-  HW_CPU_MIXED = 0,    // the seed chooses one of the pickers below, mostly PCT
-  HW_CPU_UNIFORM = 1,  // uniformly random candidate
+  HW_CPU_MIXED = 0,    // the seed chooses one of the pickers below, usually PCT
+  HW_CPU_UNIFORM = 1,  // chooses uniformly among the candidates
   HW_CPU_PCT = 2,      // random priorities that change at a few random moments (Burckhardt et al., 2010)
   HW_CPU_HOSTS = 3     // rank threads before streams, so that every op runs as late as possible
 };
 
 typedef struct hw_cpu_config {
   int mode = HW_CPU_PARALLEL;    // hw_cpu_mode
-  uint64_t seed = 0;             // seeded mode
-  int picker = HW_CPU_MIXED;     // hw_cpu_picker, seeded mode
+  uint64_t seed = 0;             // used in seeded mode
+  int picker = HW_CPU_MIXED;     // hw_cpu_picker, used in seeded mode
   int devices = 8;               // result of cudaGetDeviceCount
   int ranks = 0;                 // rank threads that will attach; 0 means `devices`
   int processes = 0;             // 1: each rank is a process of this host with one device; parallel mode only
-  int workers = 0;               // parallel mode; 0 means one per core
+  int workers = 0;               // worker threads in parallel mode; 0 means one per core
   int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
                                  // (yes in parallel mode). NCCL has this order; 0 finds programs that depend on it.
-  int buffered_sends = -1;       // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
+  int buffered_sends = -1;       // a send may end before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies = -1;   // report unordered conflicting accesses: 1 yes, 0 no, -1 in seeded mode only
   double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
 } hw_cpu_config;
@@ -42,30 +42,31 @@ typedef struct hw_cpu_config {
 // communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
 
-// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach returns when
-// all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn. The thread must
-// not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use hw_cpu_barrier or
-// hw_cpu_pause. In parallel mode attaching allows immediate deadlock reports instead of a timeout. Threads may use the device
-// without attaching (in seeded mode only while no thread is attached).
+// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach returns
+// when all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn. The
+// thread must not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use hw_cpu_barrier
+// or hw_cpu_pause. In parallel mode, a deadlock of attached threads is reported at once; other deadlocks are reported after the
+// timeout. Threads may use the device without attaching (in seeded mode only while no thread is attached).
 int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
 int hw_cpu_barrier(int participants);
-// Lets other threads and streams run. Call it in loops that poll a condition unknown to the device.
+// Lets other threads and streams run. Call hw_cpu_pause in loops that poll a condition unknown to the device.
 int hw_cpu_pause(void);
 // Reports a failure outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
 
-// Fault injection: makes the nth following call of cudaMalloc, cudaStreamCreate, cudaEventCreate (both with flags),
-// ncclCommInitRank or cublasLtCreate fail, on any thread. 0 cancels it.
+// Fault injection: makes the nth following call of `call` fail, on any thread. `call` is "cudaMalloc", "cudaMallocHost",
+// "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or "cublasLtCreate". If nth is 0, no
+// call fails.
 void hw_cpu_fail_call(const char* call, int nth);
 
 // Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
-// Report of the failure that stopped all ranks, otherwise this thread's last error, otherwise "". Valid until this thread calls
-// the function again.
+// Report of the failure that stopped all ranks. If there is none, this thread's last error, or "". Valid until this thread
+// calls the function again.
 const char* hw_cpu_last_report(void);
 // 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
@@ -84,8 +85,8 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// Makes the heuristic return `count` algorithms, for tests of tuning. All give the same result; later ones are faster. The
-// second function returns how often an algorithm has run since the last call of the first function.
+// For tests of tuning: hw_cpu_set_algorithms makes the heuristic return `count` algorithms. All compute the same result; later
+// ones are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the last hw_cpu_set_algorithms.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 
@@ -109,20 +110,20 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
 // increments the word.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
-// Binary signals of transport peer. In calls and in graphs, hw_cpu_set_signal waits until the peer has consumed the previous
-// signal, and hw_cpu_take_signal waits for a signal and consumes the signal.
+// Binary signals of the `peer` transport. hw_cpu_set_signal waits until the peer has consumed the previous signal.
+// hw_cpu_take_signal waits for a signal and consumes the signal. Both also work in graphs.
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 
-// For kernels: calls run(closure, i) for each i below count, also on idle workers.
+// For kernels: calls run(closure, i) for i = 0, ..., count - 1. Idle workers make some of the calls.
 void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure);
 
 // For kernels: row-major c[m, n] = a[m, k] b[k, n] + beta c on the calling thread. b may be transposed.
 void hw_cpu_multiply(const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, bool b_transposed, float* c,
                      int64_t c_pitch, int64_t m, int64_t n, int64_t k, float beta);
 
-// For kernels: row-major c[m, n] = a[m, k] b[k, n] of f64, or of other floats with sums in f32, also on idle workers. An operand
-// that is transposed is column-major.
+// For kernels: row-major c[m, n] = a[m, k] b[k, n]. Sums are f64 for f64 operands, and f32 for other floats. A transposed
+// operand is column-major. Idle workers help.
 void hw_cpu_product(cudaDataType_t operands, const void* a, int64_t a_pitch, bool a_transposed, const void* b, int64_t b_pitch,
                     bool b_transposed, cudaDataType_t result, void* c, int64_t c_pitch, int64_t m, int64_t n, int64_t k);
 

@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
-// HW_CHECK logs the line of a call. When the call's arguments are evaluated, its stream, events and channel add themselves to the
-// log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, unless a capture has none. The milestones
-// and the order of streams and events determine which lines have finished.
+// HW_CHECK logs its line. Before, when the arguments in the line are evaluated, their stream, events and channel add themselves
+// to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture without
+// milestones. The milestones and the order of streams and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -44,16 +44,16 @@ class CallLog {
   void launches(LoggedOps* ops);
 
   // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
-  // capture. A capture has milestones if `is_marked`, which is the result of `prepare_capture`.
+  // capture. A capture has milestones if `is_marked` is true. Pass the result of `prepare_capture`.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);
     ~Adding();
     Adding(Adding&&) = delete;
   };
-  // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
+  // Prepares captures. Returns true if they can have milestones (see Milestones::prepare_capture). Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // For captures by the application: add milestones before and after the captured work, unless the capture has none. Throw
+  // For captures by the application: add milestones before and after the captured work, if the capture is marked. Both throw
   // ExecutionError.
   void begins_launch();
   void ends_launch();
@@ -75,9 +75,9 @@ class CallLog {
   // --- for any thread
 
   struct State {
-    int64_t made;            // calls, and launches by the application that have begun
+    int64_t made;            // calls, and graph launches by the application that have begun
     int64_t done;            // number of these calls and launches that are done
-    double waiting_seconds;  // since the first unfinished call or launch began; 0 if all are done
+    double waiting_seconds;  // since the first unfinished call began; Progress::look adds launches
   };
   State state();
   // Reads the state of the streams in the first unfinished call.

@@ -1,5 +1,5 @@
-// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device one thread executes a whole kernel. So
-// every loop below covers its whole range, and reductions over a block return their argument.
+// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device, one thread executes a whole kernel:
+// every loop covers its whole range, and a reduction over a block returns its argument.
 #pragma once
 #include <cstdint>
 
@@ -35,7 +35,7 @@ struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
 
   HW_DEVICE T& operator[](int i) { return values[i]; }
   HW_DEVICE const T& operator[](int i) const { return values[i]; }
-  // Element i in f32. Extracts a bf16 from a pair by one instruction, because a bf16 is the upper half of an f32.
+  // Element i in f32. A bf16 is the upper half of an f32, so one instruction extracts a bf16 from a pair.
   HW_DEVICE float f32(int i) const {
 #ifdef __CUDACC__
     if constexpr (kIsBf16<T> && kCount % 2 == 0) {
@@ -54,12 +54,12 @@ HW_DEVICE Values<T, kCount> filled(T value) {
   return result;
 }
 
-// Vector load. `first` must be aligned, as checked by `aligned`.
+// Loads a vector. `first` must be aligned, as checked by `aligned`.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first) {
   return *reinterpret_cast<const Values<T, kCount>*>(first);
 }
-// Load from a pseudo-array, such as hw::Terms.
+// Loads a vector from a pseudo-array, such as hw::Terms.
 template <int kCount, class Place>
 HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
   return place.template load<kCount>();
@@ -93,8 +93,7 @@ HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
   store(first, converted<T>(values));
 }
 
-// Starts a load whose result is needed later. A load from memory returns the vector; a load from a pseudo-array returns an object
-// that waits for the elements.
+// Starts a load. `received` returns the loaded vector. For a pseudo-array, `received` may have to wait for the elements.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> request(const T* first) {
   return hw::load<kCount>(first);
@@ -112,8 +111,8 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
   return request.received();
 }
 
-// True if a loop over n elements can use 32-bit indices, which are faster to divide. The last index may exceed n by a grid
-// stride.
+// True if a loop over n elements can use 32-bit indices, which are faster to divide. The limit is below 2^31, because the last
+// index may exceed n by a grid stride.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 HW_DEVICE const void* place_of(const void* array) { return array; }
@@ -183,8 +182,9 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Distribute 0..n: over_grid over the threads of the grid, over_blocks over the blocks, and over_threads over the threads of a
-// block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
+// Loops over 0..n. over_grid distributes the indices over the threads of the grid, over_blocks over the blocks, and
+// over_threads over the threads of a block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are
+// coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
@@ -220,7 +220,7 @@ __device__ Indexed<T> value_of(Indexed<T> one, int distance, unsigned threads = 
   return {__shfl_xor_sync(threads, one.value, distance), __shfl_xor_sync(threads, one.index, distance)};
 }
 
-// All-reduces one value over kThreads adjacent lanes of a warp. kThreads is a power of 2.
+// All-reduces one value over kThreads adjacent threads of a warp. kThreads is a power of 2.
 template <int kThreads, class T, class ReduceOp>
 __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   const unsigned mask = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);
@@ -229,8 +229,9 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if the number of threads is unknown at
-// compile time. CUB is not used, because it needs a number known at compile time, and NVRTC takes two seconds to parse it.
+// All-reduces one value over the threads of a block. The block consists of whole warps. kThreads is 0 if the number of threads
+// is unknown at compile time. CUB is not used, because it needs a number known at compile time, and NVRTC takes two seconds to
+// parse it.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];

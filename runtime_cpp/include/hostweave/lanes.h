@@ -8,7 +8,7 @@
 
 namespace hw {
 
-// Index into n elements. An invalid index is clamped on a GPU and fails the call on the CPU device.
+// Index into n elements. On a GPU, an invalid index is clamped. On the CPU device, an invalid index makes the call fail.
 template <class T>
 HW_DEVICE int64_t index(T id, int64_t n) {
   const bool below = id < T(1) && id != T(0), above = !below && static_cast<uint64_t>(id) >= static_cast<uint64_t>(n);
@@ -21,7 +21,7 @@ HW_DEVICE int64_t index(T id, int64_t n) {
 #endif
 }
 
-// Start of a slice with n possible starts, clamped.
+// Start of a slice, clamped to the n possible starts.
 template <class T>
 HW_DEVICE int64_t start(T id, int64_t n) {
   const bool below = id < T(1);
@@ -105,8 +105,8 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane that several threads process without synchronisation. This thread processes the elements whose index modulo kParts is
-// `part`. Adjacent threads process the same part of adjacent lanes.
+// One part of a lane: the elements whose index modulo kParts is `part`. kParts threads process the parts of a lane without
+// synchronisation. Adjacent threads process the same part of adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
   static constexpr int kParts = kLaneParts;
@@ -158,15 +158,15 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 #endif
 
-// y[x[i]] = i, for a row that contains each of 0, 1, ..., n - 1 once.
+// y[x[i]] = i, for an x that contains each of 0, 1, ..., n - 1 once.
 template <class Group, class T>
 HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by group, where x[i] is the group of element i. Groups are 0 to kGroups - 1. Writes three arrays to y: the ends
-// of the groups, the indices of the sorted elements, and the position of each element in that order. The position
-// of an element without a group is 0. Unused indices are also 0.
+// Sorts elements by group. The group of element i is x[i], from 0 to kGroups - 1; with another x[i], the element has no group.
+// Writes three arrays to y: the ends of the groups, the indices of the elements in sorted order, and the position of each
+// element in that order. The position of an element without a group is 0. Unused indices are also 0.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -297,8 +297,8 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
   }
 }
 
-// y = x, except that source[i] is written to the global index index[i], if y contains it. The last of several writes to one
-// position wins.
+// Copies x to y. Then writes source[i] to the global index index[i], if this rank holds that index. The last of several writes
+// to one position wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];

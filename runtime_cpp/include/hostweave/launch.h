@@ -1,8 +1,8 @@
 // Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
-// hw::launch_pdl is for kernels that call hw::griddep_wait(). It uses programmatic dependent launch, but not with at_once, nor
-// before compute capability 9.0. Blocks of such a kernel start while earlier work on the stream ends, which saves about a
-// microsecond. The CPU device detects races from declared accesses.
-// Generated kernels declare their accesses by HW_TOUCHES. Launches of user kernels declare them by hw::reads and hw::writes.
+// hw::launch_pdl launches kernels that call hw::griddep_wait(). From compute capability 9.0 and without at_once, hw::launch_pdl
+// uses programmatic dependent launch: blocks of the kernel start while earlier work on the stream ends. This saves about a
+// microsecond. The CPU device detects races from the accesses that kernels declare. Generated kernels declare accesses by
+// HW_TOUCHES. Launches of user kernels declare accesses by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -28,24 +28,25 @@
 
 namespace hw {
 
-// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but only blocks and threads with at_once.
+// hw::launch reads only blocks and threads. If at_once is set, hw::launch_pdl also reads only blocks and threads; otherwise it
+// reads all members.
 struct Grid {
   int64_t blocks;
   int threads;            // per block
   int cluster = 1;        // blocks per cluster; ignored on devices without clusters
   bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
   int shared = 0;         // bytes of dynamic shared memory
-  bool resident = false;  // at most as many blocks as run at once
+  bool resident = false;  // limits the blocks to the number that can run at once
 };
 
-constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
+constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a grid; grid-stride loops cover larger ranges
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
 // The whole grid sorts each row if row length / number of rows is at least this number, and rows are sorted completely.
 constexpr int64_t kOrderedByAll = 65536;
 
-// Number of multiprocessors. A process uses GPUs of one kind.
+// Number of multiprocessors of each GPU. A process uses GPUs of one kind.
 inline int64_t multiprocessors() {
 #ifdef HOSTWEAVE_CPU_DEVICE
   return 1;
@@ -60,7 +61,7 @@ inline int64_t multiprocessors() {
 #endif
 }
 
-// Blocks of kProductThreads or kRowThreads that run concurrently: two per multiprocessor.
+// Number of blocks with kProductThreads or kRowThreads threads that run at once: two per multiprocessor.
 inline int64_t blocks_at_once() { return 2 * multiprocessors(); }
 
 constexpr int warps_of(int64_t threads, int64_t most) {
@@ -74,8 +75,8 @@ constexpr Grid grid_of_elements(int64_t n) {
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// One block per row of n elements. With many rows, blocks have fewer threads, each with up to kRowAccesses accesses of kWidth
-// elements, or more if kRowThreads threads do not suffice for the row.
+// One block per row of n elements. The more rows there are, the fewer threads a block has. A thread then makes up to
+// kRowAccesses accesses of kWidth elements, or more if the row is too long for kRowThreads threads.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -85,7 +86,7 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 
 // Grid of a kernel that finds the first `first` elements of each row of n elements in sorted order. A cluster sorts a row. A
 // cluster has one block per kSorted elements, but at most kMostBlocks, and fewer if not all clusters could run at once. If rows
-// are few, long and sorted completely, the whole grid sorts one row after another.
+// are few and long, and are sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -96,7 +97,7 @@ inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
 }
 
-// n columns: one block per tile of kTile columns.
+// One block per kTile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
 // One block per tile that is transposed, for results of kBytes bytes per element.
@@ -128,7 +129,7 @@ inline Grid grid_of_product(int64_t columns, int64_t depth) {
 using ViewDims = std::initializer_list<int64_t>;
 
 // Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use this struct only as an argument,
-// because it refers to temporaries.
+// because `shape` and `strides` refer to temporaries.
 template <class T>
 struct Access {
   T* pointer;
@@ -176,8 +177,8 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// A kernel calls this function first. On the thread that launches the kernel, this function records the accesses and returns
-// true, and the kernel returns. Otherwise this function returns false, and the kernel runs.
+// A kernel calls tell() first. While the kernel is launched, tell() records the accesses and returns true, and the kernel
+// returns. While the kernel runs, tell() returns false.
 bool tell(Accesses accesses);
 
 // Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by

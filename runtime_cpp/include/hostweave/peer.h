@@ -1,5 +1,5 @@
 // Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On
-// GPUs, it uses only the id type of NCCL.
+// GPUs, the only part of NCCL that it uses is the type of an id.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
 // to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA
@@ -17,7 +17,8 @@
 
 namespace hw {
 
-// One rank of a process group. One thread at a time uses it, with the rank's device current. Any thread may call `abort`.
+// One rank of a process group. Only one thread at a time may use the object, with the rank's device current. Any thread may
+// call `abort`.
 class PeerGroup {
  public:
   static constexpr int kNumbers = 64;  // signal numbers between a sender and a receiver
@@ -35,21 +36,23 @@ class PeerGroup {
 
   static inline const std::atomic<bool> kNeverAborted = false;
 
-  // Collective: joins the group of that id. Throws ExecutionError on a timeout, for a wrong id, rank or size, if another rank
-  // fails, or if `aborted` is set.
+  // Collective: joins the group of that id. Throws ExecutionError after a timeout, if the id, rank or size is wrong, if another
+  // rank fails, or if `aborted` is set.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
             const std::atomic<bool>& aborted = kNeverAborted);
   ~PeerGroup();
   PeerGroup(PeerGroup&&) = delete;
 
-  // Reason why some ranks cannot map each other's memory or signal each other, the same on all ranks. "" if all can.
+  // Returns a reason why a rank cannot map the memory of its peers or signal them, or "" if all ranks can. All ranks return the
+  // same reason.
   const std::string& why_out_of_reach() const;
 
   // Allocates memory that the other ranks can map.
   void* allocate(size_t bytes);
-  // Collective: maps memory of all ranks that `allocate` returned. All sizes must be equal.
+  // Collective: maps the memory of all ranks. Each rank passes memory that its `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory without waiting. If peers still map `data`, a later `map` or `free` frees it.
+  // Unmaps the peers' memory without waiting. Frees `data` unless peers still map `data`; a later `map` or `free` then frees
+  // it.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);
@@ -58,7 +61,7 @@ class PeerGroup {
   // Ends all waits for other ranks, on the host and on this rank's device. Callable from any thread. The group is unusable
   // afterwards.
   void abort();
-  // True if the group was aborted and this rank's device still waits for others, so nothing can be freed.
+  // True if the group was aborted, and this rank's device still runs work. Memory cannot be freed then.
   bool is_stuck() const;
 
  private:

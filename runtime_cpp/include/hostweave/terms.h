@@ -1,13 +1,15 @@
-// All-reduce, reduce-scatter and all-gather inside the kernel that uses the result. To a kernel the result is an array, accessed
-// by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
+// Collectives that run inside the kernel that uses their result: all-reduce, reduce-scatter and all-gather. The kernel reads
+// the result like an array, by hw::load(terms + i) and terms[i]. Sums add the terms of the ranks in rank order, so all ranks
+// round equally.
 //
-// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the peers in packets. A packet has eight bytes of
-// data, and the number of the exchange after every four bytes. A reader detects arrival from the packet itself, without a
-// separate flag (NCCL's LL protocol). The other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and
-// then set flags to the number of the exchange.
+// With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has four bytes of
+// data, the number of the exchange, four more bytes of data, and the number again. A reader detects arrival from the packet
+// itself, without a separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks
+// in the memory of the peers, and then sets flags to the number of the exchange.
 //
-// Exchanges use two slots of memory alternately. Between two writes to a slot, there is an exchange through the other slot. In
-// that exchange, a rank receives data from every peer. A peer sends these data after its kernel has read the first slot.
+// Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. Before a rank
+// writes to a slot again, it has received data from every peer through the other slot. A peer sends these data after its kernel
+// has read the first slot.
 #pragma once
 #include <cstdint>
 
@@ -22,7 +24,7 @@ constexpr int64_t kPacketBytes = 8;                          // bytes of a term 
 constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank and slot
 constexpr int64_t kBlockBytes = int64_t{8} << 20;            // maximum bytes of the blocks of all ranks
 constexpr int64_t kPartBytes = 1024;                         // minimum bytes of a part of a block
-constexpr int kParts = 256;                                  // maximum number of parts of a block; each has a flag
+constexpr int kParts = 256;                                  // maximum number of parts of a block; each part has a flag
 
 template <class T, int kCount>
 struct Values;  // defined in kernel.h, which host programs do not include
@@ -34,15 +36,15 @@ struct alignas(16) Packet {
   uint32_t first, number, second, number_too;
 };
 
-// A channel, seen from the kernels of one of its ranks.
+// Memory that the kernels of one rank use for exchanges over a channel.
 struct Exchange {
-  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then the slots of LandedBlocks
-  uint32_t* state;  // number of the last exchange, and number of thread blocks that have sent their data of the current exchange
+  Packet* landing[kExchangeRanks];  // by rank: two slots with kPackets packets from each rank, then the slots of LandedBlocks
+  uint32_t* state;  // [0]: number of the last exchange; [1]: thread blocks that have sent their data of the current exchange
   const uint32_t* aborted;  // a nonzero value ends all waits
   int rank;
 };
 
-// Vector `i` of `count` elements, zero-padded.
+// Returns vector `i` of an array of `count` elements. Elements after the end of the array are zero.
 template <class Vector, class T>
 HW_DEVICE Vector padded(const T* elements, int64_t count, int64_t i) {
   constexpr int kEach = sizeof(Vector) / sizeof(T);
@@ -71,7 +73,7 @@ HW_DEVICE Values<T, kCount> summed(const Values<T, kCount> (&terms)[kRanks]) {
 template <class T, int kRanks>
 struct TermsAt;
 
-// Kernel argument of an all-reduce. The kernel first calls begin().
+// Kernel argument for the result of an all-reduce. The kernel calls begin() before it reads the result.
 template <class T, int kRanks>
 struct Terms {
   using Element = T;
@@ -101,9 +103,9 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term to all peers, unless NCCL has gathered the terms. Each thread block sends an equal share of the
-  // packets. The last thread block to finish increments the exchange number. Loads are issued before stores, to overlap their
-  // latencies.
+  // Sends this rank's term to all peers, unless NCCL has gathered the terms. Each thread block sends a share of the packets.
+  // The last thread block to finish increments the exchange number. A thread issues several loads before the first store, so
+  // that the latencies of the loads overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -134,7 +136,7 @@ struct Terms {
     griddep_launch();
   }
 
-  // Loads packets of the other ranks, which may not have arrived yet. Leaves the packets of this rank as they are.
+  // Loads the packets of the other ranks, even if they have not arrived yet. Does not change packets[exchange.rank].
   template <int kMany>
   HW_DEVICE void look(int64_t from, Packet (&packets)[kRanks][kMany]) const {
 #pragma unroll
@@ -151,7 +153,7 @@ struct Terms {
     }
   }
 
-  // Polls until the packets have arrived.
+  // Polls until the packets have arrived, or the exchange is aborted.
   template <int kMany>
   HW_DEVICE void wait(int64_t from, Packet (&packets)[kRanks][kMany]) const {
     for (uint32_t waited = 1; !is_there(packets); ++waited) {
@@ -176,7 +178,7 @@ struct Terms {
 #endif
 };
 
-// Sums that were requested. A thread can request several before it waits for the first.
+// Sums that a thread has requested. A thread can request several sums before it waits for the first.
 template <class T, int kRanks, int kCount>
 struct RequestedTerms;
 
@@ -239,7 +241,7 @@ struct RequestedTerms {
   HW_DEVICE void ask(const TermsAt<T, kRanks>& place) { at = place; }
 #endif
 
-  // Waits for the sums.
+  // Returns the sums. Waits for packets that have not arrived.
   HW_DEVICE Values<T, kCount> received() {
     const Terms<T, kRanks>& terms = *at.terms;
     Values<T, kCount> each[kRanks];
@@ -284,8 +286,8 @@ HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
 template <class T, int kRanks, bool kSums>
 struct LandedBlocksAt;
 
-// Kernel argument of a reduce-scatter (kSums) or all-gather. The kernel first calls begin(), which waits for the blocks of all
-// ranks.
+// Kernel argument for the result of a reduce-scatter (kSums) or all-gather. The kernel first calls begin(), which waits for the
+// blocks of the peers.
 template <class T, int kRanks, bool kSums>
 struct LandedBlocks {
   using Element = T;
@@ -345,9 +347,9 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If `is_sent`,
-  // sets only the flags. The last thread block to send increments the exchange number. The number of parts depends only on the
-  // size and on `is_sent`, so it is equal on all ranks.
+  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If
+  // `is_sent`, sets the flags without sending. The last thread block to send increments the exchange number. All ranks use the
+  // same number of parts, because the number depends only on the size and on `is_sent`.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -377,7 +379,7 @@ struct LandedBlocks {
     __syncthreads();
   }
 
-  // Loads are issued before stores to overlap their latencies.
+  // A thread issues several loads before the first store, so that the latencies of the loads overlap.
   HW_DEVICE void send(int peer, int64_t first, int64_t end) const {
     constexpr int kAtOnce = 4;
     uint4* const target = reinterpret_cast<uint4*>(landing(peer, exchange.rank));
@@ -395,7 +397,7 @@ struct LandedBlocks {
     }
   }
 
-  // Polls a flag until it has the number of this exchange or of a later one, because the peer may be ahead.
+  // Polls a flag until its value is the number of this exchange or a later number. A peer that is ahead sets later numbers.
   HW_DEVICE void wait(const uint32_t* flag) const {
     uint32_t seen = number - 1;
     for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {
@@ -413,13 +415,14 @@ using ScatteredSums = LandedBlocks<T, kRanks, true>;
 template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
-// Result of a kernel before the reduce-scatter of this result. Stores go to the landing memory of the peers. Stores to
-// the block of this rank go to `own`, and so do all stores if NCCL exchanges the blocks. The kernel first calls begin().
+// Kernel argument for a result that a later kernel reduce-scatters. A store to the block for a peer goes to the landing memory
+// of the peer. A store to the block for this rank goes to `own`. If NCCL exchanges the blocks, all stores go to `own`. The
+// kernel calls begin() before its first store.
 template <class T, int kRanks>
 struct SentBlocks {
   LandedBlocks<T, kRanks, true> blocks;
   T* own;
-  T* begins[kRanks];  // begins[rank] + i is element i, if it is in the block for this rank
+  T* begins[kRanks];  // begins[rank] + i is the address of element i, if element i is in the block for `rank`
 
   HW_DEVICE T* operator+(int64_t i) const {
     T* begin = begins[0];

@@ -1,6 +1,6 @@
-// Grouped matmuls on Hopper. One warp copies tiles of the operands to shared memory by the tensor memory accelerator, and two
-// warpgroups multiply them by wgmma. For layouts and descriptors see PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate Instructions". Other GPUs never launch these kernels.
+// Grouped matmuls on Hopper. One warp of a block copies tiles of the operands to shared memory by the tensor memory
+// accelerator. Two warpgroups multiply the tiles by wgmma. For layouts and descriptors see PTX ISA, "Asynchronous Warpgroup
+// Level Matrix Multiply-Accumulate Instructions". Other GPUs never launch these kernels.
 #pragma once
 #include "hostweave/group_walk.h"
 
@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Begins sums[64, 256] += a[64, 16] b[16, 256] by a warpgroup. If is_first, ignores the old sums, which are undefined.
+// Begins sums[64, 256] += a[64, 16] b[16, 256] on a warpgroup. If is_first, the old sums are undefined, and are ignored.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -79,13 +79,13 @@ struct StageCount {
 // Otherwise the compiler would add a wait after each product, because branches on the number might diverge.
 __device__ inline int warpgroup_of_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
-// Hardware barrier `number`, for some warps of a block.
+// Waits at hardware barrier `number` until `threads` threads of the block have arrived.
 __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread. Compiled by NVRTC only, because the assembler of nvcc 13.0 crashes on this
-// instruction if it does not optimise.
+// Sets the number of registers of each thread. Does nothing unless compiled by NVRTC: the assembler of nvcc 13.0 crashes on
+// this instruction if optimisation is off.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -97,7 +97,7 @@ __device__ void set_registers() {
 #endif
 }
 
-// Makes earlier writes of ordinary instructions to shared memory visible to matrix units and copies.
+// Makes earlier ordinary writes to shared memory visible to wgmma and to tensor copies.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, int64_t j, int64_t k, PhaseBarrier filled) {
@@ -115,8 +115,8 @@ class WarpgroupProducts {
   static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
-  static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows that a copy moves
-  // Columns that a warpgroup stores at once. With few terms, a tile takes longer to store than to multiply. So all its columns
+  static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy
+  // Columns that a warpgroup stores at once. With kFew, a tile takes longer to store than to multiply. So all columns of a tile
   // are stored while the next tile is multiplied.
   static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
@@ -229,8 +229,8 @@ class WarpgroupProducts {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  // Begins the products of a tile. Returns the stage that the last product reads. Returns -1 if there are no products; the sums
-  // are then zeros.
+  // Begins the products of a tile. Returns the stage that the last product reads. If there are no products, sets the sums to
+  // zero and returns -1.
   __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {
@@ -259,7 +259,7 @@ class WarpgroupProducts {
     return before;
   }
 
-  // Releases the stages of a tile in which this warpgroup has no rows.
+  // Waits for the stages of a tile in which this warpgroup has no rows, and releases them.
   __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
     for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
       filled(at.stage()).wait(at.parity());
@@ -268,8 +268,7 @@ class WarpgroupProducts {
     }
   }
 
-  // Overwrites rows after the end of the group with zeros in both operands, because they belong to another group or are
-  // undefined.
+  // In both operands, sets the rows after the end of the group to zero. These rows belong to another group or are undefined.
   __device__ void clear_rest(unsigned stage, int64_t rows) const {
     if (rows >= kDepth) return;
     const int chunks = (kDepth - static_cast<int>(rows)) * 8;

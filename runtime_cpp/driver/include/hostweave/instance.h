@@ -25,7 +25,7 @@ namespace hw {
 // while another stream is captured.
 bool is_captured(cudaStream_t stream);
 
-// Detects that graphs which the application launches make no progress. Each launch sets a word at its start, and records an event
+// Detects that graph launches by the application make no progress. Each launch sets a word at its start, and records an event
 // at its end.
 class Pulse {
  public:
@@ -42,8 +42,8 @@ class Pulse {
  private:
   explicit Pulse(std::nullptr_t) {}
 
-  void* set_ = nullptr;        // the value of a set word, on the device
-  uint32_t* begun_ = nullptr;  // the word that a launch sets, on the host
+  void* set_ = nullptr;        // device memory from which a launch sets the word
+  uint32_t* begun_ = nullptr;  // the word, in host memory
   cudaStream_t stream_ = nullptr;
   Events fork_{1}, join_{1}, done_{1};
 };
@@ -62,10 +62,10 @@ class Progress {
   CallLog log_;
   Pulse pulse_;
   std::mutex mutex_;                                           // guards the next member
-  Clock::time_point stands_since_ = Clock::time_point::max();  // time of the first look at which the graph launch stood still
+  Clock::time_point stands_since_ = Clock::time_point::max();  // time of the first look() at which a graph launch stood still
 };
 
-// A call as a CUDA graph. The member must outlive the graph. An abort destroys the graph.
+// A call as a CUDA graph. The member must outlive this object. An abort of the member destroys the CUDA graph.
 class Graph {
  public:
   // Takes ownership of a captured graph, and uploads it. An upload at the launch could queue behind work that waits for other
@@ -84,7 +84,7 @@ class Graph {
   LoggedOps* ops_;
 };
 
-// Inputs of many calls: the address of each bound input, and null for inputs that each call passes.
+// Inputs of many calls: the address of each bound input, and nullopt for each input that every call passes.
 class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
@@ -99,7 +99,7 @@ class Table {
 // Policy for launching calls as graphs.
 enum class Graphs {
   never,
-  noted,     // no graphs, but records the arrays for later calls with `repeated`
+  noted,     // no graphs, but records the call's arrays for later calls with `repeated`
   repeated,  // if the arrays are the same as in an earlier call
   all,
 };
@@ -121,10 +121,10 @@ class Instance {
   // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if the shapes do not match the
   // program. Throws CaptureError if `caller` is being captured, because a capture cannot allocate.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`: bound inputs of the table, and `inputs`. Only
-  // enqueues on CUDA; the CPU target waits for the rank. If `graphs` requests a graph for new arrays, captures the call first. If
-  // `caller` is being captured, adds the call to that capture. Throws CaptureError if a capture fails; the program remains
-  // usable.
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`: bound inputs of the table, and `inputs`. On
+  // CUDA, only enqueues the work. On the CPU target, also waits for this rank's work. If `graphs` requests a graph for new
+  // arrays, captures the call first. If `caller` is being captured, adds the call to that capture. Throws CaptureError if a
+  // capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
   // Captures a call as a graph. Throws CaptureError if that fails.

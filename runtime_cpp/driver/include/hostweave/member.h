@@ -22,8 +22,8 @@ namespace target {
 class Attached;
 }
 
-// Makes a device current. Afterwards restores the previous device, but only if that device is initialised: CUDA initialises a
-// device when it is selected, which costs time and memory.
+// RAII: makes a device current. Afterwards restores the previous device, but only if that device is already initialised:
+// selecting it would otherwise initialise it, which costs time and memory.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -35,11 +35,11 @@ class OnDevice {
   bool changed_;
 };
 
-// The rank's device and channels. Used by one thread at a time, except for `abort`.
+// The rank's device and channels. Only one thread at a time may use a member, but any thread may call `abort`.
 class Member {
  public:
-  // `group` is the same on all ranks of the group, and unique in this process. The other ranks are threads of this process, or
-  // processes if `processes` is set.
+  // `group` is a name that is equal on all ranks of the group, and unique in this process. The other ranks are threads of this
+  // process, or processes if `processes` is set.
   Member(std::string group, int device, int64_t index, int64_t size, bool processes);
   ~Member();
   Member(Member&&) = delete;
@@ -57,24 +57,26 @@ class Member {
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
   // Makes an id for a process group with that transport.
   ncclUniqueId new_id(Transport transport);
-  // Collective: creates these channels, with the ids by key. Throws ExecutionError if other ranks do not join in time.
+  // Collective: creates the channels of the process groups in `ids`, whose keys are ProcessGroup::key. Throws ExecutionError if
+  // other ranks do not join in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels. The keys are the names of process groups: the axes, after the mesh if it
-  // is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device than the process
-  // group.
+  // Uses communicators of the application as channels. A key is the name of a process group: its axes, preceded by its mesh if
+  // this is not the program's mesh. Throws ArgumentError if a communicator is missing, or has another rank, size or device than
+  // the process group.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Collective. Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // Registers and destroys graphs that use the member's channels. An abort destroys registered graphs too, because NCCL
+  // Register and destroy a graph that uses the member's channels. An abort destroys registered graphs too, because NCCL
   // destroys a communicator only after the graphs that use it.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
-  // Ends all waits for other ranks, and destroys the graphs. Any thread may call it. The member is unusable afterwards.
+  // Ends all waits for other ranks, and destroys the graphs. Any thread may call this function. The member is unusable
+  // afterwards.
   void abort(const std::string& reason);
   // Makes runs of the group's ranks in this process fail, if the target supports this. Later calls do not replace the reason.
   void stop(const std::string& reason);
@@ -96,7 +98,7 @@ class Member {
    public:
     // For work of this rank only, or of one process group.
     explicit Use(Member& member);
-    // For work that all ranks of the group do together. Throws ExecutionError if they were stopped.
+    // For work that all ranks of the group do together. Throws ExecutionError if the ranks were stopped.
     Use(Member& member, const Schedule& schedule);
     ~Use();
     Use(Use&&) = delete;

@@ -11,7 +11,7 @@ namespace hw {
 // Ranks of a mesh that share a channel, seen from one of them.
 struct ProcessGroup {
   std::string mesh;           // "mesh(pp=2, dp=2, tp=4)"
-  std::string axes;           // axes along which its ranks differ: "dp, tp"
+  std::string axes;           // axes along which the ranks differ: "dp, tp"
   std::string key;            // mesh, axes, shared coordinates, and the transport unless it is the default:
                               // "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1"
   int64_t rank_in_group = 0;  // row-major index in the coordinates along the axes
