@@ -2,22 +2,22 @@
 
 - products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8, 64 or 128
   experts, 16 to 4096 tokens per expert, at most 131072 tokens, and even or skewed routing.
-- dispatch: each GPU sends its 128 or 4096 tokens of 7168 elements to the ranks of 8 of 64 experts, and gets rows back. Hostweave sends a
-  token at most once to each rank, which returns a sum in f32. A baseline is torch's all_to_all_single, for which the host knows all counts
-  in advance. Another baseline is a predicted time, in which a copy engine sends one row per token and expert, and back.
-- layer: a Mixtral layer at 8B shapes on one GPU: forward, and forward with backward. The peer is the same layer in torch with _grouped_mm,
-  eager and compiled.
+- dispatch: each GPU has 128 or 4096 tokens of 7168 elements. Each token is sent to the ranks of 8 of 64 experts, and rows are sent back.
+  Hostweave sends a token at most once to each rank, and each rank returns a sum in f32. One baseline is torch's all_to_all_single, for
+  which the host knows all counts in advance. The other baseline is the predicted time of a copy engine that sends one row per token and
+  expert, and one row back.
+- layer: a Mixtral layer at 8B shapes on one GPU: the forward pass alone, and both passes. The peer is the same layer in torch with
+  _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer's forward and backward pass, each alone, and then one after another. The variants are Hostweave,
-  torch._grouped_mm, and one cuBLAS matmul per expert with counts that the host knows. A copy moves the bytes of the layer's other kernels.
-  The printed bounds of the layer's time are the time of the products, without and with the time of the copy.
+  torch._grouped_mm, and one cuBLAS matmul per expert with counts that the host knows. The benchmark also times a copy of as many bytes as
+  the layer's other kernels read and write. The printed bounds of the layer's time are the time of the products, without and with the copy.
 - chain: dispatch and combine of 128 tokens, and of one token of 8 elements. The single token needs the same kernels and signals, but almost
   no bytes are sent. The baseline is a gather and a reduce-scatter, in two kernels: a dispatch and combine needs at least these two
   exchanges.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at
-least two GPUs.
+that all ranks start together. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at least two GPUs.
 """
 
 from __future__ import annotations
@@ -278,8 +278,9 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
-# Elements of bf16 that the layer's other kernels read and write for each choice (a token and one of its experts): gathers of x and dy,
-# gradients of the weights of choices, sums of y and dx; SwiGLU and its gradient. Both choices of a token share rows of x, y and gradients.
+# Elements of bf16 that the layer's other kernels read and write per choice. A choice is a token and one of its two experts. The term of
+# `hidden` is for the gathers of x and dy, the gradients of the choices' weights, and the sums of y and dx. The term of `inner` is for SwiGLU
+# and its gradient. Both choices of a token share rows of x, y and gradients.
 REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 

@@ -1,7 +1,7 @@
 """Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
-The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The module is sequence-parallel on all GPUs of
-this machine, except in `fsdp`, with 4096 tokens. torch.compile is applied to each layer, as in training frameworks. `forward`, `backward`
+The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`,
+the module is sequence-parallel over all GPUs of this machine. torch.compile is applied to each layer, as in training frameworks. `forward`, `backward`
 and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per GPU runs all variants alternately.
 Times are milliseconds of the slowest rank: the median over calls that all ranks start together. Arguments select the measurements; default:
 all.
@@ -420,8 +420,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Prints the time to compile 32 layers. A program of one layer is compiled before, and builds the runtime libraries, which an
-    installation builds once.
+    """Prints the time to compile 32 layers. A program of one layer is compiled first, so that the runtime libraries are already built.
 
     Hostweave compiles for 8 ranks. torch.compile compiles layers of one rank's sizes, without communication.
     """
