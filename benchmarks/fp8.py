@@ -7,7 +7,7 @@
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Ratios follow. Arguments are names of the list above; default: all. `layer` needs at least two GPUs.
+that all ranks start together. Arguments are names of the list above; default: all. `layer` needs at least two GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hostweave.build.cuda import gpus
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time
 ROWS = (16, 128, 1024, 2048, 8192)
-# Inner dim and columns: q, k and v; o; gate and up; down.
+# (inner dim, columns) of four products: q, k and v; o; gate and up; down.
 SHAPES = {
     "70B at TP8": ((8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192)),
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
@@ -179,8 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank, and Hostweave
-    from the whole row."""
+    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank. Hostweave
+    computes the scale from the whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

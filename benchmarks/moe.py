@@ -278,9 +278,9 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
-# Elements of bf16 that the layer's other kernels read and write per choice. A choice is a token and one of its two experts. The term of
-# `hidden` is for the gathers of x and dy, the gradients of the choices' weights, and the sums of y and dx. The term of `inner` is for SwiGLU
-# and its gradient. Both choices of a token share rows of x, y and gradients.
+# Elements of bf16 that the layer's other kernels read and write per choice. A choice is a token and one of its two experts. The `hidden`
+# term is for the gathers of x and dy, the gradients of the choices' weights, and the sums of y and dx. The `inner` term is for SwiGLU and
+# its gradient. Both choices of a token share rows of x, y and gradients.
 REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 

@@ -188,7 +188,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """Sizes that are not multiples of the number of chunks run without a loop, in `run`, in calls of ranks, and in captured calls."""
+    """If a size is not a multiple of the number of chunks, `run`, calls of ranks and captured calls use no loop."""
     random, choices = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     given, threads = arrays(), hw.Threads(ranks)
