@@ -472,8 +472,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """The path of a cubin may contain any characters. Each kernel of a cubin, which has a constant bank, becomes a C++ object. A function
-    that kernels call does not, because two cubins may contain the same function."""
+    """The path of a cubin may contain any characters. A kernel has a constant bank in its cubin, and becomes a C++ object. A function that
+    kernels call has no constant bank and becomes no object, because two cubins may contain the same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

@@ -55,7 +55,8 @@ def test_peaks_of_larger_programs(make: Callable[[int, DType], Fusion], ranks: i
 
 
 def test_the_bytes_of_a_layer() -> None:
-    """Four layers need at most 1.2 times the peak memory of one layer. The peak is less than half of all temporaries, plus 32 MiB."""
+    """Four layers need at most 1.2 times the peak memory of one layer. The peak of one layer is less than half of its temporaries, plus 32
+    MiB."""
     sizes = {"S": 2048, "E": 4096, "F": 14336}
     one, four = (memory_plan(lower(PROGRAMS[2](8, hw.bf16, count), Options()), sizes) for count in (1, 4))
     assert one.peak <= four.peak <= 1.2 * one.peak
