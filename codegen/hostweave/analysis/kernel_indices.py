@@ -228,7 +228,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs of an operand's and a result's index, one for each operand that a launch or call updates in place."""
+    """Pairs of an operand's index and a result's index, one pair for each operand that a launch or call updates in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]

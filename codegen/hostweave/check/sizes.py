@@ -38,8 +38,8 @@ DEFAULT_SIZE = 4096
 
 
 def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The given sizes. Other sizes are DEFAULT_SIZE, or the next larger value that divides as required. Repeats have their stated numbers
-    of calls."""
+    """Sizes of a program. A size that is not given is DEFAULT_SIZE, or the next larger multiple of its minimal size. Repeats have their
+    stated numbers of calls."""
     smallest, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
@@ -87,7 +87,7 @@ MAX_TRIES = 2**14  # per search
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
     """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries larger and larger values."""
-    # bounds with local sizes depend on the rank
+    # bounds with local sizes depend on the rank, so the search omits them
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
 
@@ -102,7 +102,7 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """Backtracking search for one size after another."""
+    """Chooses one size after another by backtracking. Returns None if no sizes fit."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
     # symbol -> bounds to test once its size is chosen; other symbols of these bounds come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
@@ -160,7 +160,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
     """Inverts conditions that change only above `max_factor` times the minimal sizes, so that the branches for large sizes run at small
-    sizes. None without such conditions."""
+    sizes. None if there are no such conditions."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -176,8 +176,8 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes if the program allows them. Sizes that no loop iterates over are enlarged if few elements are added.
-    With few elements in a shard, a wrong order would not show."""
+    """Minimal sizes, and uneven sizes if the program allows them. Enlarges sizes that no loop iterates over, except `kept`, if this adds
+    few elements. With few elements in a shard, a wrong order would not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -220,8 +220,8 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for symbols that may not divide evenly.
 
-    All sizes differ, because with equal sizes a mistake that swaps dims would not show. Some rank has at least two elements of each dim,
-    because a sum and a maximum of one element are equal.
+    A larger size differs from all sizes before it, because with equal sizes a mistake that swaps dims would not show. Some rank has at
+    least two elements of each such dim, because a sum and a maximum of one element are equal.
     """
     if not program.uneven:
         return ()

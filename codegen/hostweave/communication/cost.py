@@ -1,6 +1,6 @@
 """Predicted time of communication: alone, overlapped with other ops, and in a chunk loop.
 
-A chunk loop is simulated as two queues, of matmuls and of communications. An item of a queue starts as soon as the item before has ended
+A chunk loop is simulated as two queues, of matmuls and of communications. An item of a queue starts as soon as the previous item has ended
 and its operands are ready.
 """
 
@@ -49,8 +49,8 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, seconds by which the collective delays concurrent ops, because its kernels
-    occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. If `overlaps`, returns only the seconds by which the collective delays concurrent ops,
+    because its kernels occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
@@ -79,7 +79,8 @@ class Computed(Protocol):
 class Overlap:
     """A reshard, and the matmuls or attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
 
-    `size` is the number of bytes of the gathered or partial tensor on one rank. `rows`: the chunks are rows of the results, not columns.
+    `size` is the number of bytes of the gathered or partial tensor on one rank. If `rows`, the chunks are rows of the results, otherwise
+    columns.
     """
 
     kind: str  # all_gather, reduce_scatter or all_reduce

@@ -116,8 +116,8 @@ class CppExprPrinter:
     # --- sizes ---
 
     def size(self, dim_size: Size) -> str:
-        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact from left to right. A sum has no
-        parentheses."""
+        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. The C++ is evaluated from left to right, and every division is exact. A
+        sum has no parentheses."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []

@@ -42,7 +42,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits the body of a program, or of a function, which is a HostProgram too."""
+    """Emits the body of a program or of a function. A function is a HostProgram too."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -195,8 +195,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset, unless the users of the view contain the address. They do so for tensors of a parameter
-        group, for views at offset 0, and for views that only one call of a function uses."""
+        """Declares a pointer at the view's offset, unless each use of the view contains the address itself. Uses contain the address of
+        tensors of a parameter group, of views at offset 0, and of views that only one call of a function uses."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -278,7 +278,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # the result is passed for an operand that is updated in place
+        lies_in = dict(updated(i, self.context.declared, ()))  # if an operand is updated in place, the result is passed instead
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts, sent_on=i.sent_on)
 

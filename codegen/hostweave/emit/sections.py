@@ -37,7 +37,7 @@ class Section:
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
         self.texts: dict[str, str] = {}  # value -> C++
         self.loads: dict[str, str] = {}  # input -> local variable with a vector
-        self.own = ""  # if set, this section computes a row of this value that threads hold in registers
+        self.own = ""  # name of a value, or "": this section computes a row of the value for the registers
         # statements in the order of emission: vector loads, statements per element, updates, vector stores
         self.begin: list[str] = []
         self.lines: list[str] = []
@@ -59,14 +59,14 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because signed overflow of an
-        operator is undefined."""
+        """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because overflow of a signed
+        operator is undefined in C++."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        # the enclosing lambda returns the transposed result at the end
+        # The transposed result is the last one, because the enclosing lambda returns this result.
         ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
@@ -141,8 +141,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: the expression if it is used once, and is short or assigned to a variable, otherwise a
-        local variable that the first use declares."""
+        """C++ of a value in its compute type. This is the expression if it is used once, and is short or assigned to a variable. Otherwise
+        it is a local variable, which the first use declares."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -184,7 +184,8 @@ class Section:
         return local
 
     def element(self, name: str, in_f32: bool = False) -> str:
-        """C++ of an input's element, read from memory or from a vector that was loaded before. `in_f32` converts small floats."""
+        """C++ of an input's element, read from memory or from a vector that was loaded before. With `in_f32`, floats of at most 16 bits are
+        converted."""
         loops, pointer, dtype = self.kernel.loops, self.kernel.pointers[name], self.kernel.types[name].dtype
         in_f32 = in_f32 and _is_small_float(dtype)
         if not self.is_wide or name not in self.kernel.ir.packed:
@@ -275,7 +276,7 @@ class Section:
             index = self.kernel.loops.offset(op.result.name)
             if op[OFFSET] != ZERO:
                 index = f"{self.kernel.loops.integers.first_factor(op[OFFSET])} + {index}"
-            is_cast = dtype == i32 or isinstance(index, Word)  # a cast to 32 bits adds parentheses
+            is_cast = dtype == i32 or isinstance(index, Word)  # a cast to 32 bits adds parentheses, and a Word needs none
             return index if is_cast else f"({index})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
@@ -337,8 +338,8 @@ class Section:
         return self.texts[key]
 
     def index_of(self, op: Op) -> tuple[str, str]:
-        """Index at which a gathering op reads the operand, and the C++ condition that this rank has the index. No condition if the rank has
-        all rows."""
+        """Index at which a gathering op reads the operand, and the C++ condition that this rank has the index. The condition is "" if the
+        rank has all rows."""
         if self.outer and not self.kernel.ir.moves_inside(op):
             return self.outer.index_of(op)
         if (name := f"{op.result.name} index") not in self.texts:
@@ -366,7 +367,8 @@ class Section:
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has the element. If a vector has one index, emits a vector load."""
+        """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have one index, emits a
+        vector load."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)

@@ -59,7 +59,8 @@ ROTATIONS = ("local_first", "local_last")
 class Stream:
     """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop, such as p2p or put.
 
-    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then that of the loop, and the stream also has:
+    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then that of the loop, and two other fields describe
+    the loop:
 
     - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
     - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
@@ -88,7 +89,8 @@ class Value:
     """A named tensor.
 
     If `pinned`, the sharding is stated, and no pass may change it. If `is_async`, the value is the result of a communication that runs on a
-    separate stream, by `transport` if that is not "". `group` is set for an input that is a parameter group.
+    separate stream. `transport` is the transport of this communication, if it is not "". `group` is set for an input that is a parameter
+    group.
     """
 
     name: str
@@ -101,7 +103,7 @@ class Value:
 
     @property
     def walked(self) -> Stream:
-        """Stream of a value that has one."""
+        """The stream, which must not be None."""
         assert self.stream is not None
         return self.stream
 

@@ -109,7 +109,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives, in the unit of `share`: the amount that each rank holds before the step."""
+        """Amount of data that a rank receives. `share` is the amount that each rank holds before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -214,7 +214,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
     """Yields the reductions of a partial value to one rank of each process group. The result has the target's type if the ranks and their
-    shards match. Otherwise the result is on a mesh of these ranks, without the reduced axes."""
+    shards match. Otherwise the result is on a mesh of the receiving ranks, without the reduced axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -293,7 +293,8 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ."""
+        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ from those of a
+        single split."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -338,7 +339,8 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """For each rank of a process group, a rank that holds its new shard, preferably itself."""
+    """For each rank of a process group, the index of a rank that has the shard it needs. A rank that has this shard itself is its own
+    source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

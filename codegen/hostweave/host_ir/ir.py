@@ -2,7 +2,7 @@
 value.
 
 Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields say which buffers it defines, reads,
-writes or frees. Most analyses and passes use only these roles and the traits of the class, so a new instruction does not affect them. An
+writes or frees. Most analyses and passes use only these roles and the traits of the class, so they need no change for a new instruction. An
 instruction outside of all `stream` blocks runs on the caller's stream.
 """
 
@@ -40,7 +40,7 @@ MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
 class Parameter:
     """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`.
 
-    `memory` of an output is a donated input, which the output overwrites. Peers can access a parameter in a window.
+    For an output, `memory` is the donated input that the output overwrites, or "". If `in_window`, peers can access the parameter.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective that the kernel itself computes, together with the kernels of other ranks. None for other kernels."""
+        """The collective that the kernel computes together with the kernels of other ranks. None for other kernels."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
@@ -103,8 +103,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. Ops that need not be named are omitted: iota, and `multiply`
-        for a result `multiply_y`.
+        A kernel that updates its operand in place is named after the operand. The name omits iota, and a `multiply` whose result is named
+        `multiply_y`.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -233,8 +233,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices, whose times may differ. Programs with equal code share one build, and ranks may call such programs
-        together."""
+        """Text without the choices, because their predicted times may differ. Programs with equal code share one build, and ranks may call
+        such programs together."""
         return str(replace(self, choices=()))
 
     @staticmethod

@@ -67,8 +67,8 @@ class Instruction:
     shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
     copies: ClassVar[bool] = False  # True for a copy, which can be removed if src and dst are the same memory
     work: ClassVar[str] = ""  # local work on a stream: "compute", or "move" for copies and fills
-    orders: ClassVar[bool] = False  # no work may move across the instruction, because it orders streams or measures time
-    marks: ClassVar[bool] = False  # records the time at which a stream reaches the instruction
+    orders: ClassVar[bool] = False  # True if no work may move across the instruction, because it orders streams or measures time
+    marks: ClassVar[bool] = False  # True if the instruction records the time at which a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if log-sum-exps are written, "takes" if they are read
     grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
     # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match instructions of peers, in order
@@ -77,8 +77,8 @@ class Instruction:
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
     at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
     not_at_root: ClassVar[str] = ""  # field of the buffer that only ranks other than the root use
-    # operand whose memory dst may be: "src", "accumulate", or "block of src", which is this rank's block of src. With "block of dst", src
-    # may be this rank's block of dst.
+    # operand that may be in the same memory as dst: "src", "accumulate", or "block of src" for this rank's block of src. With "block of
+    # dst", src may be this rank's block of dst.
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -108,12 +108,12 @@ class Instruction:
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Entries of the ranks from which a rank receives data. `readers` has an entry for each rank of the process group that sends."""
+        """Returns the entries of `readers` that belong to the ranks from which a rank receives data."""
         return readers
 
     @property
     def packed(self) -> Cuts:
-        """Cuts of the tensor whose packed blocks a buffer has. Empty for other instructions."""
+        """For a pack or unpack: the cuts of the tensor whose blocks are packed. Empty for other instructions."""
         return ()
 
     @property
@@ -214,7 +214,7 @@ def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Replaces names by their index in the result of `names`."""
+    """Renames objects. `new` maps an index in the result of `names` to the new name."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -228,7 +228,7 @@ Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the inde
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream or event that a field with the role names, such as the event that is recorded, or None."""
+    """The stream or event in a field with this role, such as the recorded event. None if the instruction has no such field."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -346,8 +346,8 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 
 class AliasRoots:
-    """Alias roots of the names that a walk has visited so far: the parameters or allocations whose memory a view names. A `choose` may have
-    several. If sibling bodies define a name twice, the last definition counts."""
+    """Alias roots of the names that a walk has visited so far: the parameters or allocations that contain the memory of a view. A `choose`
+    may have several. If sibling bodies define a name twice, the last definition counts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source

@@ -77,8 +77,8 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
 
-    An access is an input, a result in memory (see `stored`), or an index (see `index_at`, and the name of an iota or argmax). The offset of
-    an access is a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
+    An access is an input, a result in memory (see `stored`), or an index. The access of an index has a name by `index_at`, or the name of
+    an iota or argmax. The offset of an access is a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
     """
 
     kernel: ir.Kernel
@@ -95,7 +95,7 @@ class Loops:
     blocks: int = 1  # blocks of a cluster that share a row of known length
     resident: int = 0  # number of blocks for which a multiprocessor must have registers; 0: not chosen
     width: int = 1  # consecutive elements per access
-    outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
+    outside: tuple[str, ...] = ()  # inputs that are loaded, and values that are computed, outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if all indices of the launch fit
@@ -202,8 +202,8 @@ class Loops:
         return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that must be multiples of the vector width: of the vectorised dim, bounds of a concat's operands along this dim, and
-        strides of other dims and of lanes."""
+        """Sizes that must be multiples of the vector width: the size of the vectorised dim, bounds of a concat's operands along this dim,
+        and strides of other dims and of lanes."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [lane.stride for access, lane in self.lanes.items() if access in self.packed]

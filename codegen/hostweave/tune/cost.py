@@ -31,7 +31,7 @@ TILES = (
     *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
-SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split if there are few tiles
+SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split
 # Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
 # outer products is slower, because it transposes the rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
@@ -100,8 +100,8 @@ class Product:
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
         """Returns (seconds, thread blocks, seconds of computing) for tiles of m x n, which are computed at the relative speed `fast`. With
-        `parts` > 1 (split-K), several thread blocks compute f32 partial sums of a tile, and a second kernel adds these sums. Except for few
-        rows, a small number of thread blocks does not reach the full memory bandwidth."""
+        `parts` > 1 (split-K), several thread blocks compute f32 partial sums of a tile, and a second kernel adds these sums. A small number
+        of thread blocks does not reach the full memory bandwidth, except in the kernel for few rows."""
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
@@ -147,7 +147,7 @@ class AttentionWork:
     columns: float  # keys
     width: float  # elements in a row of keys plus a row of values
     is_causal: bool
-    is_balanced: bool = False  # zigzag order: half of each block of keys is masked; with gathered keys, each piece of the rows is one call
+    is_balanced: bool = False  # True if rows are in zigzag with a causal mask
     speed: float = ATTENTION_PEAK
     products: float = 2.0  # number of matmuls of the size of the score matrix: 2 forward, and 5 in the whole backward pass
 
@@ -183,8 +183,8 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
     """Extra seconds of an attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
 
-    Gathered keys need a second gather, for the values, and copies to the layout of attention. With blocks, a rank packs its keys and
-    values, and combines the results of blocks. `gathered` and `result` are in bytes.
+    If keys are gathered, the values need a second gather, and both are copied to the layout of attention. In a loop over blocks, a rank
+    packs its keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
@@ -240,7 +240,7 @@ def in_kernel(kind: str, ranks: int, size: float) -> float:
 
 
 def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
-    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective, or 0."""
+    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
     most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
     sizes = (1 << bit for bit in reversed(range(most.bit_length())))
     return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)

@@ -36,7 +36,8 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 class Candidate:
     """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results.
 
-    If the reshard gathers keys, `matmuls` is the attention, and `dim` is the sequence dim of the keys. The loop also gathers the values.
+    If the reshard gathers keys, `matmuls` contains only the attention op, and `dim` is the sequence dim of the keys. The loop also gathers
+    the values.
     """
 
     reshard: Op
@@ -60,7 +61,7 @@ class Candidate:
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Yields the candidates of a body, in which each reshard is a single communication."""
+    """Yields the candidates of a body. Each reshard of the body must already be a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -97,8 +98,8 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, and the gathered dim. No matmuls if another op reads the gathered value before one
-        of them. Later consumers read the value after the loop."""
+        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op reads the gathered value
+        before one of them. Later consumers read the value after the loop."""
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
         are_first = list(found) == users[: len(found)]
@@ -106,7 +107,7 @@ class _Finder:
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
         """True if the loop of a gather can compute `user`, a matmul with gathered rows. The other operand must be computed before the first
-        consumer."""
+        consumer of the gather."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -209,8 +210,8 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     size is unknown.
 
     A collective is always possible. Copy engines are possible if ranks can access each other's memory. They use gets for reduce-scatters,
-    and for operands in memory that the program allocates. Other operands are not in windows, so copy engines use puts. With one chunk per
-    rank, a loop of matmuls reads the separate shards of an operand.
+    and for operands in memory that the program allocates. Other operands are not in windows, so copy engines use puts. In an alternative
+    with one chunk per rank, a loop of matmuls reads the gathered shards one by one.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -269,8 +270,8 @@ def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses the alternative that the user stated for a reshard, or else the fastest, or sequential execution if the fastest gains too
-    little. Raises ProgramError if the stated alternative is not possible."""
+    """Chooses an alternative for a reshard. The user's choice takes precedence. Otherwise the fastest is chosen, or sequential execution if
+    the fastest gains too little. Raises ProgramError if the user's choice is not possible."""
     choice = Choice(reshard.result.name, fusion.name, possible)
     sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
@@ -288,8 +289,8 @@ def min_gain(sequential: float) -> float:
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop: between the op that computes the operand and the first
-    consumer."""
+    """Seconds of the ops that can overlap with a reshard outside of a loop. These ops are between the op that computes the operand and the
+    first consumer of the result."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
@@ -313,16 +314,16 @@ def _micros(seconds: float) -> float:
 
 
 def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> tuple[int, float]:
-    """Returns the best earlier position for the communication at `position`, and the seconds that other ops then hide."""
+    """Returns the best earlier position for the communication at `position`, and the seconds of communication that other ops then hide."""
     earlier, name = _earliest(ops, position, times), ops[position].result.name
     overlapped = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, position)] if not communicates(other))
     return earlier, min(overlapped, times[name] + _in_flight(ops, position, times))
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the op at `position` can move up: the latest one at which the passed ops hide all of the op's time, or else the
-    earliest. The op stays behind the op that computes its operand. The op passes no communication, and no pointwise op that depends on the
-    operand."""
+    """Position to which the communication at `position` moves up: past just enough ops to hide its time, or as far as possible. The
+    communication stays behind the op that computes its operand. The passed ops include no communication, and no pointwise op that depends
+    on the operand."""
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
     for other in ops[:position]:

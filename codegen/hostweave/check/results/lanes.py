@@ -180,8 +180,8 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats, each with a shadow and an element of the field. `exp` is a random function with the value 1 at 0. Exception: the
-    element is 0 if the shadow underflows to 0."""
+    """Floats, each with a shadow and an element of the field. `exp` is a random function of the element, with the value 1 at 0. If the
+    shadow underflows to 0, the element becomes 0 too."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)

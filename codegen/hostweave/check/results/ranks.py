@@ -72,8 +72,7 @@ class FieldRanks:
             self.buffer(root).view([rank], 0, layout).fill(block)
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """The memory that the accesses of these ranks name. The layout is equal on all ranks, but buffers of different streams may
-        differ."""
+        """The memory that these ranks access. The layout is equal on all ranks, but offsets and buffers may differ."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -138,7 +137,8 @@ class FieldRanks:
         return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if the rank can proceed. A rank can always post, but can receive only after all sources have posted."""
+        """True if the rank can proceed. A rank can always post data, but can receive only after all sources have posted. A one-sided
+        operation also waits for its sources."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
@@ -299,7 +299,7 @@ def _offset(op: Op) -> Size | None:
 
 
 class _Queue:
-    """Operations of one rank in one call that compute or communicate. `current` is executed next."""
+    """The operations of one rank that compute or communicate, in one call of the program. `current` is executed next."""
 
     def __init__(self, rank: int, operations: Sequence[Operation]):
         self.rank, self.remaining = rank, iter(operations)

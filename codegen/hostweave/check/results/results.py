@@ -36,7 +36,7 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
 FEW_ELEMENTS = 2 * 10**4  # a small program gets so many seeds that it computes about this number of elements in total
-MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or one seed
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # above the first: two seeds, with opposite signs; above the second: one
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class ComparedOutput:
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """True for each element with another shadow or integer."""
+        """True for each element whose shadows differ by more than the tolerance, or whose integers or bools differ."""
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)
@@ -249,7 +249,7 @@ class Results:
         raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
 
     def unchecked(self) -> tuple[str, ...]:
-        """Sizes that were skipped, lines of the program that never ran, and user kernels."""
+        """Sizes that were skipped, lines of the program that never ran, and user kernels, whose C++ is not checked."""
         executed = {_without_values(i) for i in tree.walk(tuple(self.executed))}  # including operations of groups
         lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if executed and line not in executed]
         return (*self.skipped, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))

@@ -1,4 +1,4 @@
-"""Attention and its backward pass: one op if a kernel supports the types, otherwise a composition of several ops."""
+"""Attention and its backward pass. If no attention kernel supports the types, both are composed of other ops."""
 
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,10 @@ def scaled_dot_product_attention(
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
-    If the dtype is narrower than f32, scores and softmax are computed in f32 (Vaswani et al., "Attention is all you need", 2017).
+    If the dtype is narrower than f32, scores and softmax are computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
 
-    - `attn_mask` broadcasts to [..., H, S, T]. The mask is a bool (true: the row sees the column), or a float that is added to the scores.
-      A row that sees no column gives zeros.
+    - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where the row sees the column. A float mask is added to the scores. A
+      row that sees no column gives zeros.
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
     - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. With `is_causal`, the
       query rows are the last rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call under the conditions of `attention`, if there is no dropout and a float mask has the query's dtype.
-    Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys and rows, see
-    `attention`.
+    The function is one kernel call under three conditions: `attention` would be one; there is no dropout; a float mask, if given, has the
+    query's dtype. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys
+    and rows, see `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
@@ -112,16 +112,17 @@ def attention(
       "bottom_right" if the query rows follow a cache of keys.
     - `window`: a row attends only to the last `window` columns that `causal` allows. Each row must see at least one column.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. Later columns are
-      hidden. With "bottom_right", row i has position lengths - S + i. A row with a negative position gives zeros and -inf.
+      hidden. With "bottom_right", row i has position lengths - S + i. A row with a negative position gives zeros, and a log-sum-exp of
+      -inf.
     - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1
       or missing. -inf hides a column. A row without visible columns gives zeros and -inf.
     - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
       E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence.
       Rows outside of all sequences give zeros and -inf.
 
-    For f32, f16 and bf16, attention is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H,
-    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of matmuls and a
-    softmax. An operand is copied first if the elements of its rows are not contiguous.
+    Attention is one kernel call under three conditions: the dtype is f32, f16 or bf16; the query is [B, H, S, E] or [H, S, E]; E and F are
+    ints of at most 256, and multiples of 8 for 16-bit dtypes. The kernel does not materialise the matrix of scores. Otherwise attention is
+    composed of matmuls and a softmax. An operand is copied first if the elements of its rows are not contiguous.
 
     Sharded rows, `S@cp`: all keys and values are gathered first, or the blocks of other ranks arrive while earlier blocks are computed.
     Rows in zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section
@@ -276,11 +277,11 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
-    """Mask of the columns that each row sees, broadcastable to the scores. None: all rows see all columns."""
+    """Mask of the columns that each row sees, broadcastable to the scores. None if each row sees all columns."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
     seen = None if ends is None else columns < ends
-    if causal == BOTTOM_RIGHT:  # the last row is at the last column
+    if causal == BOTTOM_RIGHT:  # the last row is at the last valid column
         rows = rows + (_last(columns, -1) if ends is None else ends - 1) - _last(rows, -2)
     if causal:
         seen = rows >= columns if seen is None else seen & (rows >= columns)
@@ -309,7 +310,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Bias that is equivalent to a mask, with the dim of keys as its last dim."""
+    """Bias that is equivalent to a mask. The last dim of the bias is the dim of keys, in full size."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:
@@ -319,7 +320,8 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """Softmax weights over the columns of `seen`, and the log-sum-exp of each row. A row without such columns has zero weights."""
+    """Softmax weights over the columns of `seen`, and the log-sum-exp of each row. If `may_see_none`, a row without such columns has zero
+    weights."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
@@ -327,7 +329,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:
-        sums = hw.maximum(sums, 1.0)  # not 0 if a row sees no column
+        sums = hw.maximum(sums, 1.0)  # so that no sum is 0 if a row sees no column
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 
@@ -339,7 +341,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Checks the masks. Returns those that are not None as operands, and the attributes that tell them apart."""
+    """Checks the masks. Returns the masks that are not None, and the attributes that tell which of them are given."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (

@@ -1,4 +1,4 @@
-"""Composite functions, each of which traces to several ops. Floats narrower than f32 are computed in f32."""
+"""Composite functions. Most of them trace to several ops."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -69,10 +69,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
     """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
-    N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. If the correction is N
-    or more, the result is NaN. Floats narrower than f32 are computed in f32. Uses the corrected two-pass algorithm: the sum of the
-    differences compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
-    Sharded dims need two all-reduces.
+    N is the number of elements along `axis`. A correction of 0 gives the population variance. A correction of 1 gives the unbiased sample
+    variance. With int sizes, a correction of N or more gives NaN. Floats narrower than f32 are computed in f32. Uses the corrected two-pass
+    algorithm: the sum of the differences compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the
+    sample variance", 1983). If a reduced dim is sharded, two all-reduces are needed.
 
     Raises ProgramError if `correction` is not an int and the sizes are symbolic.
 
@@ -110,10 +110,10 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
 
 @_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Softmax over one dim: exp(x - max(x)) divided by its sum. The result has the shape and dtype of x, a float. Floats narrower than f32
-    are computed in f32.
+    """Softmax over one dim: exp(x - max(x)) divided by its sum. x is a tensor of floats. The result has the same shape and dtype. Floats
+    narrower than f32 are computed in f32.
 
-    A row that contains only -inf gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
+    A row that contains only -inf gives NaN, as in PyTorch. If the dim is sharded, two all-reduces are needed.
 
     Example: `hw.softmax(scores, axis=-1)`.
     """
@@ -124,7 +124,8 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("log_softmax")
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). The result has the shape and dtype of x, a float.
+    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). x is a tensor of floats. The result has the same shape
+    and dtype.
 
     Example: `hw.log_softmax(logits, axis=-1)`.
     """
@@ -137,8 +138,8 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
     """Layer norm over one dim: (x - mean) / sqrt(variance + eps), times weight, plus bias. The result has the shape and dtype of x.
 
-    Floats narrower than f32 are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E]
-    (Ba, Kiros and Hinton, "Layer normalization", 2016).
+    Floats narrower than f32 are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E].
+    Source: Ba, Kiros and Hinton, "Layer normalization", 2016.
 
     Raises ProgramError if `weight` or `bias` does not broadcast.
 
@@ -156,8 +157,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
     """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. The result has the shape and dtype of x. Floats narrower than f32
     are computed in f32.
 
-    `weight` broadcasts against x from the right, for example [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer
-    normalization", 2019).
+    `weight` broadcasts against x from the right, for example [E] for x [..., E]. Source: Zhang and Sennrich, "Root mean square layer
+    normalization", 2019.
 
     Raises ProgramError if `weight` does not broadcast.
 
@@ -204,8 +205,8 @@ GROUPS = ("row", "tensor", "block", "block2d")
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    An element of x is approximately its 8-bit value times its scale. A scale is m divided by the largest finite number of the dtype. m is
-    the largest magnitude of the elements that share the scale, and at least 1e-12.
+    An element of x is approximately its 8-bit value times its scale. Let m be the largest magnitude of the elements that share a scale, but
+    at least 1e-12. The scale is m divided by the largest finite number of the dtype.
 
     | scaling | elements that share a scale | shape of the scales |
     |---|---|---|
@@ -214,10 +215,9 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, for example from the previous step, the
-    values are x divided by `scale`. The returned scales are then still those of x, for use in the next step. Values out of range become the
-    largest number of f8e4m3, or an infinity of f8e5m2. Quantisation fuses with preceding kernels: a norm and the quantisation of its rows
-    are one kernel.
+    If elements that share a scale are on several ranks, an all-reduce computes m. If `scale` is given, for example from the previous step,
+    the values are x divided by `scale`. The returned scales are then still those of x, for use in the next step. Values out of range become
+    the largest number of f8e4m3, or an infinity of f8e5m2. A norm and the quantisation of its rows are one kernel.
 
     Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim that 128 does not divide.
 
@@ -246,14 +246,14 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        # reduces the rows first, because the kernel of a preceding norm can compute the maxima of rows
+        # Rows are reduced first, because the kernel of a preceding norm can compute the maxima of rows.
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """Splits each dim that is quantised in blocks into two dims: the blocks, and the elements of a block."""
+    """Returns a shape in which two dims replace each dim that has blocks: the blocks, and the elements of a block."""
     blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
     for i in blocked:
         if shape[i].is_int and int(shape[i]) % BLOCK:
@@ -271,8 +271,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     """Rotary position embedding: rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to
     [..., S, E/2].
 
-    A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1 (Su et al., "RoFormer",
-    2021). The result has the shape and dtype of x. Floats narrower than f32 are computed in f32.
+    A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1. The result has the
+    shape and dtype of x. Floats narrower than f32 are computed in f32. Source: Su et al., "RoFormer", 2021.
 
     Raises ProgramError if E is odd, or if `cos` or `sin` does not broadcast.
 
@@ -305,7 +305,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
 
     A number depends only on its index in the global tensor, `seed` and `draw`. The number is the same on every target and under every
     sharding. The generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-    2011). `seed` and `draw` are u32: ints, or tensors without dims.
+    2011). `seed` and `draw` are ints that fit u32, or u32 tensors without dims.
 
     Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32.
 
@@ -315,7 +315,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
 
 
 def _indices(x: Tensor) -> list[Tensor]:
-    """For each dim, the indices of the elements of x along it, broadcastable to x."""
+    """One tensor per dim of x: the indices along this dim, in a shape that broadcasts to x."""
     others = [tuple(j for j in range(x.ndim) if j != i) for i in range(x.ndim)]
     return [hw.expand_dims(hw.iota(x, i, u32), rest) if rest else hw.iota(x, i, u32) for i, rest in enumerate(others)]
 
@@ -341,9 +341,9 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is from 0 to 1.
 
-    A backward pass uses the same seed and draw to drop the same elements (Srivastava et al., "Dropout", 2014).
+    A backward pass that uses the same seed and draw drops the same elements. Source: Srivastava et al., "Dropout", 2014.
 
-    Raises ProgramError if p is not in this range, and the errors of `uniform`.
+    Raises ProgramError if p is out of range, and in the cases of `uniform`.
 
     Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
     """

@@ -27,9 +27,10 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first form. A group begins at the end of the previous group. The host does not read the
-    offsets. Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, rows after the last group are
-    zeros. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
+    The second form computes the gradient of b of the first form. A group begins at the end of the previous group. The host does not read
+    the offsets. Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, result rows after the last
+    group are zeros. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, as the results of `moe_dispatch`
+    do.
 
     E, K, N and T may be sharded. Each rank multiplies its shards. If a sharded dim is missing in the result, the result is a partial sum.
 
@@ -52,8 +53,8 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Number of elements of x, ints, that equal i, for i from 0 to `length` - 1: i64 [length], as in jax.numpy.bincount. Other values are
-    ignored.
+    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, as in jax.numpy.bincount. x has ints. The result is i64
+    [length]. Other elements are ignored.
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 
@@ -106,7 +107,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     of each index.
 
     If `repeats` is a tensor, `total` is required: the size of the dim in the result. If `repeats` is an int, `total` is ignored. If the sum
-    of `repeats` is less than `total`, the last index is repeated more often. Repetitions beyond `total` are cut off.
+    of `repeats` is less than `total`, the last index is repeated until the result is full. Repetitions beyond `total` are cut off.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
@@ -125,7 +126,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
     places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
-    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions end before
+    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions end before each place
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
 
@@ -135,9 +136,9 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of `moe_routing`: the ranks and rows of each token. A choice is one of the k experts of a token.
+    """Result of `moe_routing`: the rank and the row of each choice. A choice is one of the k experts that a token chooses.
 
-    - `ends`, i32 [R, E/R]: end of the rows of each expert on each of R ranks, the offsets for `grouped_matmul`.
+    - `ends`, i32 [R, E/R]: for each of R ranks, the end of the rows of each of its experts. These are the offsets for `grouped_matmul`.
     - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
     """
 
@@ -155,8 +156,8 @@ class Routing:
 def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (), capacity: SizeLike | None = None) -> Routing:
     """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
-    The mesh axes `axes` have R ranks, which split tokens and E = `num_experts` experts: rank r has the experts from r * E/R to (r + 1) *
-    E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
+    The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
+    r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
     A rank sends at most `capacity` choices to each rank. By default, `capacity` is large enough for all choices of a rank, so no choice is
     dropped. With a smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last
@@ -246,8 +247,8 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
 
 @_called("combined")
 def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sends the rows of experts [R, rows, H] back, and sums the rows of each token: [T, H]. The rows are multiplied by `weights` [T, k], if
-    given.
+    """Sends the rows of experts [R, rows, H] back, and sums the rows of each token: [T, H]. If `weights` [T, k] are given, each row is
+    first multiplied by the weight of its choice.
 
     The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
 
@@ -267,7 +268,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
     This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1: each row is the
-    dot product of an expert's row and its gradient, as in the example.
+    dot product of an expert's row and the gradient of this row, as in the example.
 
     Raises ProgramError for other shapes.
 

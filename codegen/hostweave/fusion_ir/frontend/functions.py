@@ -1,4 +1,5 @@
-"""Matmuls, casts, constants, changes of shape, and resharding. Most names are those of the Python array API standard or of torch.
+"""Public functions on tensors: matmuls, casts, constants, changes of shape, resharding and others. Most names are those of the Python array
+API standard or of torch.
 
 Simple pointwise ops and reductions are generated from the op table. Other modules of this package define the remaining functions.
 """
@@ -32,7 +33,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     wrap around. cuBLASLt does not support ints, so a generated kernel computes a matmul of ints. This kernel is much slower than a matmul
     of floats.
 
-    If dim K is sharded, the result is a partial sum. The compiler inserts an all-reduce, or a reduce-scatter if a `reshard` follows.
+    If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
+    result.
 
     Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
 
@@ -54,9 +56,9 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | row and column | [M, 1] | [1, N] |
     | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
-    Shardings propagate as for `matmul`; a scale is sharded like its operand. A following bias, `relu` or `gelu_tanh` becomes the epilogue.
-    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. A
-    matmul that cuBLASLt does not support is composed of other ops, and reported by `Program.explain`.
+    Shardings propagate as for `matmul`; a scale is sharded like its operand. A bias, `relu` or tanh `gelu` of the product can become its
+    epilogue. The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied
+    first. If cuBLASLt does not support the matmul, other ops compute it, and `Program.explain` reports this.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -76,7 +78,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    An exponent that is the Python int 1, 2, 3 or 4 is computed by multiplication; `a` may then be a tensor of ints.
+    If the exponent is the Python int 1, 2, 3 or 4, the power is computed by multiplication. `a` may then be a tensor of ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -85,8 +87,8 @@ def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 @checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU: x * Phi(x), where Phi is the distribution function of the standard normal distribution. The result has the shape and dtype of
-    x, a float.
+    """GELU: x * Phi(x), where Phi is the distribution function of the standard normal distribution. x is a tensor of floats. The result has
+    the same shape and dtype.
 
     `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). The two formulas
     are those of torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
@@ -102,7 +104,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @checked
 def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
-    """Limits x to the range from `min` to `max`, numbers or tensors that broadcast against x. Either may be omitted. NaN stays NaN.
+    """Limits x to the range from `min` to `max`. Each bound is a number, or a tensor that broadcasts against x. One bound may be omitted.
+    NaN stays NaN.
 
     Raises ProgramError if both are omitted.
 
@@ -126,15 +129,16 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 @checked
 def astype(x: Tensor, dtype: DType) -> Tensor:
-    """Casts x to another dtype, with PyTorch's rounding: to nearest, ties to even. Floats become ints by rounding towards zero.
+    """Casts x to another dtype. Casts to floats round to nearest, ties to even, as in PyTorch. Casts from floats to ints round towards
+    zero.
 
     Returns x itself if it already has the dtype.
 
     Casts to ints keep the low bits of the source int, or of the float converted to i64. So -1.0 becomes 4294967295 in u32 on all targets.
-    Floats from 2^63 to 2^64 are converted to u64 instead. NaN and floats outside both ranges become -2^63 in i64, 2^63 in u64, and 0 in
-    smaller int dtypes.
+    Floats from 2^63 to 2^64 are converted to u64 instead. NaN and floats outside the ranges of i64 and u64 become -2^63 in i64, 2^63 in
+    u64, and 0 in smaller int dtypes.
 
-    Values too large for f16, bf16 or f8e5m2 become infinite. Values too large for f8e4m3 become 448.
+    A value too large for f8e4m3 becomes 448 or -448. A value too large for another float dtype becomes infinite.
 
     Raises ProgramError if `dtype` is not a hostweave dtype.
 
@@ -250,7 +254,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
     """Index (i64) of the largest element along one dim, or in the flattened tensor if `axis` is None. Returns the first index if several
     elements are the largest. A NaN counts as the largest.
 
-    A sharded dim is gathered first. With `keepdims`, reduced dims are kept, with one element.
+    If a reduced dim is sharded, this dim is gathered first. With `keepdims`, each reduced dim stays, with one element.
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
@@ -283,7 +287,7 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """Reshapes x: the same elements in row-major order, with new dims.
 
-    Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One dim may be -1, and is then inferred.
+    Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of merged
     or split dims. Other sharded dims are gathered, unless some sharding of the result needs no communication.
@@ -303,10 +307,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
-    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed. The result is a
-    view.
-
-    For a matrix, this is `x.T`.
+    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed, as in `x.T`. The
+    result is a view.
 
     Raises ProgramError if `axes` is not a permutation of the dims.
 
@@ -381,7 +383,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     `pad` is as in torch.nn.functional: the numbers of elements (before, after) of the last dim, then of the second-to-last dim, and so on.
     A sharded dim is gathered before it is padded. `mode` must be "constant".
 
-    Raises ProgramError for another mode, for negative widths or too many, or for a value that the dtype cannot represent.
+    Raises ProgramError for another mode, for negative or too many widths, or for a value that the dtype cannot represent.
 
     Example: `hw.pad(x, (1, 2))` with `x: f32[M, N]` gives `f32[M, (N + 3)]`.
     """
@@ -401,7 +403,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """The dims as one tuple, given as separate arguments, or as one tuple or list."""
+    """Returns the dims as one tuple. A caller passes them as separate arguments, or as one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 

@@ -107,7 +107,7 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 
 @_called("one_hot")
 def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
-    """One-hot encoding: adds a last dim of `num_classes` elements, which is 1 at the index and 0 elsewhere.
+    """One-hot encoding: adds a last dim of `num_classes` elements. The element at the index is 1, and the others are 0.
 
     `indices` is a tensor of ints. See `take` for indices out of range.
 
@@ -129,7 +129,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
     source[i][j][k]`. If indices repeat, the last element wins.
 
-    Unlike in torch, dims other than `axis` must be equal in all three tensors, except that dims of `indices` may be 1, and then broadcast.
+    Unlike in torch, dims other than `axis` must be equal in all three tensors. Such a dim of `indices` may also be 1, and then broadcasts.
     `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
 
     Raises ProgramError for other shapes.
@@ -187,8 +187,9 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor with one element.
 
     A cut dim is one that `update` does not cover. A start may vary along the dims before the first cut dim: with starts of shape [B], each
-    batch has a separate start. Starts are clamped as in `dynamic_slice`. If x is donated or not used afterwards, x is updated in place. A
-    cut dim may be sharded: each rank writes the elements of its shard, and needs the whole update along this dim.
+    batch has a separate start. Starts are clamped as in `dynamic_slice`. If x is a donated input, or a temporary that is not used
+    afterwards, x is updated in place. A cut dim may be sharded: each rank writes the elements of its shard, and needs the whole update
+    along this dim.
 
     Raises ProgramError if the update or the starts do not match x.
 
@@ -243,9 +244,7 @@ def _start(
 def cumsum(x: Tensor, axis: Axis) -> Tensor:
     """Cumulative sums along a dim, in the shape and dtype of x. x has ints or floats. Floats of at most 16 bits are summed in f32.
 
-    A sharded dim is gathered first.
-
-    Raises ProgramError for bools.
+    If the dim is sharded, it is gathered first. Raises ProgramError for bools.
 
     Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.cumsum(x, axis=1)`.
     """
@@ -256,8 +255,7 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU, up to 8 thread blocks sort a row. The whole GPU sorts each row if there are few, very long
-    rows.
+    If the dim is sharded, it is gathered first.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
@@ -269,7 +267,8 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Inverse of a permutation: the position (i64) of each element in the sorted order. Equals `argsort(order)`, but does not sort."""
+    """Inverse of a permutation: the position (i64) of each element in the sorted order. Equals `argsort(order)`, computed without a
+    sort."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
@@ -301,9 +300,10 @@ _MOST_CHOSEN = 2048  # largest k for which a GPU selects k elements instead of s
 
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest elements along a dim, and their indices (i64), the most extreme first. Equal elements keep their order.
+    """The k largest elements along a dim, or the k smallest if `largest` is false, and their indices (i64). The results are sorted, with
+    the most extreme element first. Equal elements keep their order.
 
-    A NaN counts as the largest element. A sharded dim is gathered first.
+    A NaN counts as the largest element. If the dim is sharded, it is gathered first.
 
     Raises ProgramError if k is not from 1 to the size of the dim.
 
@@ -395,11 +395,9 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
 @checked
 def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
-    """Removes the dims `axis`, which must have one element. The result is a view.
+    """Removes the dims that `axis` names. Each of these dims must have one element. The result is a view.
 
-    Raises ProgramError for other dims.
-
-    Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
+    Raises ProgramError if such a dim has more elements. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
     given = axis if isinstance(axis, tuple) else (axis,)
     gone = {dim_of(x, one, "squeeze") for one in given}
@@ -421,10 +419,10 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, no logits are gathered. One all-reduce combines the largest logit of each row, and a second one the sum and the
-    target's logit. See `take` for targets out of range.
+    If V is sharded, no logits are gathered. One all-reduce combines the largest logit of each row, and a second one the sum of the
+    exponentials and the target's logit. See `take` for targets out of range.
 
-    Raises ProgramError for other shapes, or an unknown reduction.
+    Raises ProgramError for other shapes or dtypes, or an unknown reduction.
 
     Example: `hw.cross_entropy(logits, target)` with `logits: bf16[T, V@tp]` and `target: i64[T]` gives `f32[]`.
     """

@@ -1,6 +1,7 @@
 """Finds runs of calls that can become one repeat (see `repeats`), and the inputs and outputs that form parameter groups.
 
-A stack is a tensor whose first dim has one index per call. The indices are the values of one result, or of one operand.
+A stack is a tensor whose first dim has one index per call. At each index, the stack has the value of one result, or of one operand, in this
+call.
 """
 
 import re
@@ -35,7 +36,7 @@ class Run:
     function: Fusion
     calls: tuple[Op, ...]
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
-    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that the operand is
     each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type
@@ -261,7 +262,8 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Returned columns of results -> run, index of the result, and the type of a following reshard or None."""
+        """Maps each column of results that the program returns to its run, the index of the result, and the type of a following reshard or
+        None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):

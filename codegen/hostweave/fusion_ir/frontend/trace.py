@@ -247,7 +247,8 @@ class Tensor:
 class _Trace:
     """Values of one function that is being traced. During tracing, their names are consecutive numbers.
 
-    `functions` maps each called function to its fusion, or to None while it is being traced. `sources` has the user kernels by name.
+    `functions` maps each called function to its fusion, or to None while the function is being traced. `sources` has the user kernels by
+    name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -342,7 +343,8 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts an int to a float if the last tensor operand is a float. Subclasses of int and float become plain numbers."""
+    """Converts an int to a float if `is_float`: the last tensor operand then has floats. Subclasses of int and float become plain
+    numbers."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

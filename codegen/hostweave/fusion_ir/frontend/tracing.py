@@ -28,8 +28,8 @@ from hostweave.types.tensor import DTYPES, TensorType
 def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
     """Decorator that traces a function into a Fusion, which `hw.compile` compiles.
 
-    - `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A parameter `**weights` receives the
-      inputs that are not named parameters.
+    - `inputs` gives the type of each parameter by name: a dtype and dims, such as `hw.bf16["M@x", "K"]`. A parameter `**weights` receives
+      the inputs that are not named parameters.
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array has the contents of this result. The result must
       have the input's dtype and dims, must be computed from the input, and gets the input's sharding. A result with the dims in another
@@ -78,7 +78,7 @@ def traced(
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
-    for result, into in zip(outputs, donated or repeat(""), strict=False):  # variables take precedence over the donated input
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # a variable's name takes precedence
         if result._name is None and into and (shared[result._variable] > 1 or not result._variable):
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
@@ -134,7 +134,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copies results that are inputs or returned twice, so that a separate op computes each result."""
+    """Copies each result that is an input or is returned twice, so that a separate op computes each result."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -255,7 +255,7 @@ class Function:
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
 
-    In `return hw.reshard(loss)`, the output gets the name `loss`. The operand becomes `loss_before` if the reshard alone uses the operand.
+    If only the reshard in `return hw.reshard(loss)` reads its operand, the output is named `loss`, and the operand `loss_before`.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -281,9 +281,9 @@ class _Names:
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that the user named, such as weights, and results that only move their elements
-        self.subjects: dict[str, str] = {}  # value with a derived name -> operand's name in it
-        self.sources: dict[str, str] = {}  # result that only moves elements -> name of the value that was moved first
+        self.given = set(given)  # values that the user named, and results of ops that only move their elements
+        self.subjects: dict[str, str] = {}  # value with a derived name -> the operand's name that this name contains
+        self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value from which the elements come
 
     def claim(self, number: str, wanted: str) -> None:
         """Names a value `wanted`, with a number if that name is taken. Does nothing if the value has a name."""

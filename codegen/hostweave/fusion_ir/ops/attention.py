@@ -38,7 +38,8 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """The words lengths, bias and offsets -> entry of `operands`, which has one entry per operand of the op."""
+    """Maps the words lengths, bias and offsets to entries of `operands`, without masks that the op lacks. `operands` has one entry per
+    operand of the op."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -269,8 +270,8 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients. Gradients of keys and values are sums over rows. The gradient of a bias is a sum over dims along which it
-    broadcasts."""
+    """Index map of gradients. Gradients of keys and values are sums over rows. The gradient of a bias is a sum over the dims along which
+    the bias broadcasts."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)

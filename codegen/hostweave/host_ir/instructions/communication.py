@@ -17,8 +17,8 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data or signals between the ranks of a channel's process group. Except for a LaunchExchange and one-sided instructions, sends
-    the buffers that it reads, and receives the buffers that it writes."""
+    """Moves data or signals between the ranks of a channel's process group. An instruction sends the buffers that it reads, and receives
+    the buffers that it writes. Exceptions are LaunchExchange and one-sided instructions."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
@@ -32,7 +32,7 @@ class Collective(Communication):
     """
 
     posts = "collective"
-    sends_blocks: ClassVar[bool] = False  # each receiver gets a different block of every sender's buffer
+    sends_blocks: ClassVar[bool] = False  # True if each receiver gets a different block of every sender's buffer
     sent_along: int | None = None  # dim of src that is split into blocks
     received_along: int | None = None  # dim of dst that is split into blocks
 
@@ -64,8 +64,8 @@ class PointToPoint(Communication):
 
 
 class Routed(PointToPoint):
-    """Sends or receives blocks of a buffer by routes, as one group. The buffer has `count` equal blocks, or packed blocks with these
-    cuts."""
+    """Sends or receives blocks of a buffer by routes, as one group. `count` is the number of equal blocks of the buffer, or the cuts of its
+    packed blocks."""
 
     count: int | Cuts
     routes: Routes

@@ -22,7 +22,7 @@ class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference: the written values, given a rank's sizes and the values that it reads. Floats of at most 16 bits are given as
+        """NumPy reference. Returns the written values, given a rank's sizes and the read values. Floats of at most 16 bits are given as
         f32. Not defined for launches."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS, or ""
     scales: Reads = ()  # scales of a and of b
-    rest: tuple[int, ...] = ()  # parts of k, m and n that other matmuls compute, to keep this matmul aligned
+    rest: tuple[int, ...] = ()  # parts of k, m and n that other matmuls compute, so that this matmul stays aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
@@ -104,7 +104,7 @@ class GroupedOuter(Grouped):
 
 
 class _Masked(Compute):
-    """Attention or its backward pass: the masks."""
+    """Fields and methods that attention and its backward pass share, such as masks."""
 
     scale: float
     diagonal: Expr | None
@@ -216,8 +216,8 @@ class AttentionBackward(_Masked):
 class Launch(Compute):
     """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
 
-    With `sent_on`, a launch_reduce_scatter of the only result on this channel follows. The kernel stores blocks for other ranks in their
-    memory, and not in the result.
+    If `sent_on` names a channel, a launch_reduce_scatter of the launch's only result follows on this channel. The kernel then stores the
+    blocks of other ranks in the memory of these ranks, and not in the result.
     """
 
     kernel: Launched

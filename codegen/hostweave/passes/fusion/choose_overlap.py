@@ -41,7 +41,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, and the dim of the op's result that the loop splits. `change` is the step of a reshard."""
+    """An op of a loop, and the dim of the op's result that the loop splits. If the op is a reshard, `change` is its step."""
 
     op: Op
     dim: int
@@ -116,7 +116,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards above 1 of the chunked dim, in a member's result and in the operand of a reshard."""
+        """Numbers of shards of the chunked dim, in a member's result and in the operand of a reshard. Omits the number 1."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 

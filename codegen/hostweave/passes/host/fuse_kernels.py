@@ -38,7 +38,7 @@ _number = attrgetter("number")
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     links = Links(_unshared(program))
-    # first fuses kernels that all consumers can recompute
+    # Kernels whose results all consumers can recompute are fused first.
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
@@ -62,7 +62,7 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the accesses of their buffers. `fuse` and `join` change both, and `fused` returns the new program."""
+    """The launches of a program, and the accesses to their buffers. `fuse` and `join` change both, and `fused` returns the new program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -82,7 +82,7 @@ class Links:
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()  # tries a fused kernel next, because its consumers may be able to absorb it
+            producer = waiting.pop()  # a kernel that was just fused comes next, because its consumers may be able to absorb it
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)
@@ -171,7 +171,7 @@ class Links:
         return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
-        """Views from `start` to `name`. None if one of the views omits elements of its source."""
+        """Views from `start` to `name`. None if there is no such path, or if one of the views omits elements of its source."""
         steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
@@ -184,7 +184,8 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """Fused launches of all consumers if all may recompute the results, otherwise of the first. A text says why nothing is fused."""
+        """Fused launches of all consumers if all may recompute the results, otherwise of the first consumer. If nothing can be fused,
+        returns the reason as text."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -243,7 +244,7 @@ class Links:
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
     def _called(self, producer: Place, user: Place) -> str:
-        """Name of the result that `user` accesses, as in the producer's kernel."""
+        """Name, in the producer's kernel, of the result that `user` accesses."""
         launch = self.launches[producer]
         pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
@@ -309,7 +310,8 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly: the value depends neither on all loop indices, nor on those of a row."""
+    """True if a kernel would compute a value repeatedly. A kernel computes a value once if the value depends on all loop indices, or, in a
+    reduction, on all kept indices and no others."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -364,8 +366,8 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses the producer's launch, at `place`, into the consumer's launch, at `into`. The kernel also writes the `kept` results. Names of
-    the consumer's kernel stay."""
+    """Fuses the producer's launch, at `place`, into the consumer's launch, at `into`. The kernel also writes the `kept` results. The fused
+    kernel keeps the names of the consumer's kernel."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> name in the consumer
