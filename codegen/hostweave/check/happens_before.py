@@ -1,7 +1,7 @@
 """Happens-before: simulates the operations of all ranks in one legal order, and computes which earlier operations are known to have ended.
 
-A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started, and on a
-rendezvous transport also its receivers.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
+rendezvous transport, its receivers must have started too.
 
 Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races: a task's clock lists the earlier tasks that
 streams, events and arriving data prove to have ended. The order that finds deadlocks adds the order in which a rank posts
@@ -37,7 +37,7 @@ class Task:
     stream_id: int
     number: int
     needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
-    waits: list[Task] = field(default_factory=list)  # tasks on other streams that a fork, join, event or signal orders before
+    waits: list[Task] = field(default_factory=list)  # tasks on other streams that a fork, join, event or signal orders before this task
     needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
     start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_start_of`
     arrivals: list[Arrival] = field(default_factory=list)

@@ -48,7 +48,7 @@ class Algorithm:
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if the algorithm supports a reshard on a transport. `is_counted`: the number of iterations is known."""
+        """True if the algorithm supports a reshard on a transport. `is_counted` is True if the number of iterations is known."""
         needs_count = self.lowering(transport).needs_count
         is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
         return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
@@ -71,8 +71,8 @@ class Algorithm:
 
 
 class Lowering:
-    """Emits the communication of one loop. `self.steps` describes the loop, without an owner. Arguments `steps` describe an iteration, in a
-    loop by shard with an owner."""
+    """Emits the communication of one loop. `self.steps` describes the loop, without an owner. An argument `steps` describes one iteration.
+    In a loop by shard, this iteration has an owner."""
 
     needs_count: ClassVar[bool] = False  # the number of iterations must be known, and a reduction must be a sum
     # emits the matmul of `adds`; with the argument True, the matmul adds to the contents of the buffer
@@ -94,8 +94,8 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. Different ranks get different owners, so that each rank addresses another
-        peer."""
+        """Owner of an iteration's block in a loop by shard. In the same iteration, different ranks have different owners, so that they
+        address different peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

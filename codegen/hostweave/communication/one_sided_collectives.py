@@ -24,7 +24,7 @@ Each rank signals before it waits, so ranks cannot block each other. A rank wait
 signal may be sent only after the receiver has waited for the previous signal.
 
 In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In an all_reduce of a small tensor, or
-of one without equal blocks, each rank gets all terms instead. All ranks then reduce in rank order, so that their results are equal.
+of a tensor without equal blocks, each rank gets all terms instead. All ranks then reduce in rank order, so that their results are equal.
 """
 
 from collections.abc import Callable

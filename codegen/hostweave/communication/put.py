@@ -50,7 +50,7 @@ class _Loop(Lowering, Signals):
 class GatheredMemory:
     op: Op
     landing: str  # memory that receives the chunks of peers
-    is_in_place: bool  # True if `landing` is the memory of the value; False if chunks must be copied to it
+    is_in_place: bool  # True if `landing` is the memory of the value; False if chunks must be copied to the value
     shard: str | None  # memory of this rank's shard from which peers can get chunks, or None
 
 

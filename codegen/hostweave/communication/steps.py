@@ -142,7 +142,7 @@ class LoopSteps:
         return self.owner is None and self.shards_in(value, dim) > 1
 
     def rows_in(self, size: Size) -> Size:
-        """Number of rows that the loop covers of a shard with `size` rows."""
+        """Number of rows that the loop covers in a shard with `size` rows."""
         return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
 
     def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:

@@ -1,8 +1,8 @@
 """Emits moves between meshes, and reductions to a mesh.
 
 The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes, sends and receives are in one
-group. Outside of loops, ranks that send whole local tensors to several others broadcast instead. On transports without send and recv, the
-receivers get from windows of the senders.
+group. Outside of loops, ranks that send whole local tensors to several other ranks may broadcast instead. On transports without send and
+recv, the receivers get the blocks from windows of the senders.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -200,8 +200,8 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """Views `whole` as blocks: the first dims are the index of a block, and the other dims the block. `whole` itself if there is one
-    block."""
+    """Views `whole` as blocks: the first dims are the index of a block, and the other dims the block. Returns `whole` itself if there is
+    one block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []

@@ -82,7 +82,7 @@ class ProgramContext:
         self.memory_of = {
             f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
         }  # C++ member function that plans the memory of a function
-        for body in bodies(program)[::-1]:  # first claim the user's names, so that generated names avoid them
+        for body in bodies(program)[::-1]:  # the user's names are claimed first, so that generated names differ from them
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
             for instruction in tree.walk(body.body):
@@ -112,8 +112,8 @@ class ProgramContext:
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...], receivers: int = 0) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types, or of one that sends its result to `receivers` ranks. Kernels that differ only
-        in names share the definition of the first one."""
+        """Launch of a kernel for buffers of the given types. If `receivers` is not 0, the kernel sends its result to this number of ranks.
+        Kernels that differ only in names share the definition of the first one."""
         if (kernel, buffers, receivers) not in self.launches:
             name = self.names.of(f"{kernel.name}_sent" if receivers else kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (
@@ -160,7 +160,7 @@ class ProgramContext:
         return self.flags[ranks][0]
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """C++ condition under which a plan is needed. Empty if always, or if uses of the plan have different conditions."""
+        """C++ condition under which a plan is needed. Empty if the plan is always needed, or if its uses have different conditions."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}

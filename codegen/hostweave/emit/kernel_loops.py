@@ -221,7 +221,8 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with stride, dim, and start of the operand along this dim inside a concat or pad."""
+        """Indices of an element, each with its stride and its dim. Inside a concat or pad, each also has the start of the operand along
+        this dim."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]

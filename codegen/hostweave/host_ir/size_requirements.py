@@ -19,7 +19,8 @@ MAX_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Factor of a size -> number that must divide the factor, so that dims and trip counts with a single factor are integers."""
+    """Maps each factor of a size to the number that must divide the factor, so that dims and trip counts with a single factor are
+    integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -135,7 +136,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Symbol, sum of symbols, or product of these -> number that must divide the value."""
+    """Maps each symbol, sum of symbols, or product of these to the number that must divide its value."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -157,7 +158,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Symbol or sum of symbols -> number that must divide the value. Empty unless the compiler chose chunk loops."""
+    """Maps each symbol or sum of symbols to the number that must divide its value. Empty unless the compiler chose chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

@@ -11,8 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold few accesses, the C++ compiler may have to leave registers for several blocks per multiprocessor. A block then loads rows
-while another block waits for a reduction.
+If threads hold few accesses, the kernel may state a minimum number of blocks per multiprocessor. The C++ compiler then leaves registers for
+these blocks. A block then loads rows while another block waits for a reduction.
 
 In a kernel with a collective, latency dominates, so each thread makes one access if possible. The blocks of a cluster then share a long
 row.
@@ -48,7 +48,7 @@ EXPENSIVE = 16  # least cost per element of an expensive value, in additions
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the number of threads per row, and the rows that they hold."""
+    """Chooses the number of threads per row, and the rows that these threads hold."""
     if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
     shared = _shared(loops, ())

@@ -17,7 +17,7 @@ PRIME = 2**26 - 5  # the sum of 4096 products of two elements fits in 64 bits
 P = np.uint64(PRIME)
 ZERO, ONE = np.uint64(0), np.uint64(1)
 _SUMMED = 2**12
-_HALF = np.uint64(13)  # bits of half an element, which has 26
+_HALF = np.uint64(13)  # bits of half an element; an element has 26 bits
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
 _FEW_TERMS = 16  # up to this number of terms per sum, NumPy's loops are faster than BLAS
@@ -138,7 +138,7 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """A random function of elements, which `word` selects. Equal elements give equal results."""
+    """A random function of the elements. `word` selects the function. Equal elements give equal results."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

@@ -50,11 +50,11 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
 def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axis | Sequence[Axis]] = 2) -> Tensor:
     """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
-    `axes` is a number n, for the last n dims of a and the first n dims of b, or a pair: dims of a, and dims of b in the same order, by
-    index or name. One matmul contracts all these dims. The dtypes are those of `hw.matmul`. If contracted dims are sharded, the partial sum
-    is reduced once.
+    A number n for `axes` stands for the last n dims of a and the first n dims of b. A pair has dims of a, and dims of b in the same order,
+    by index or name. One matmul contracts all these dims. The dtypes are those of `hw.matmul`. If contracted dims are sharded, the partial
+    sum is reduced once.
 
-    Raises ProgramError if the paired dims differ in size, or if the two lists differ in length.
+    Raises ProgramError if paired dims differ in size, or if `axes` does not pair dims of a with dims of b.
 
     Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.
     """

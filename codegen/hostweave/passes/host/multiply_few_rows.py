@@ -90,7 +90,8 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move to the last one."""
+    """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move down to the last matmul
+    of the group."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):

@@ -20,7 +20,7 @@ If the loop body computes the source of the copy, the computation writes directl
     }
 
 If the destination is read after the loop, as a part of the gathered value, the copy moves to the end of the body. No instruction waits for
-it there:
+the copy there:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {

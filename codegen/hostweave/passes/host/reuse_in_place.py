@@ -1,4 +1,4 @@
-"""Lets a result reuse the memory of an operand after its last use, or computes an operand into the memory of the result.
+"""Lets a result reuse the memory of an operand after the operand's last use, or computes an operand into the memory of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -12,7 +12,8 @@ If the source and destination of a copy share memory, the copy is removed. A ker
 writes to the destination. `may_overwrite` decides whether an instruction may write a result over an operand, element by element. A matmul
 may write over the buffer onto which it accumulates.
 
-A result in donated memory is computed there if all reads of the input come before. Otherwise it is copied there at the end.
+A result is computed directly in donated memory if all reads of the donated input come before. Otherwise the result is copied to this memory
+at the end.
 """
 
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ class _Sharing:
         """Places the operand in the memory of a donated input, if the result must be there.
 
         Other accesses of the input must come before the operand's first access, or after this instruction. The first access may also read
-        the input itself, if it may write over the input.
+        the input itself, if this access may write over the input.
         """
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
@@ -162,8 +163,8 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its memory in order, and the result has the same dtype, as many elements and, before merges, other
-        memory."""
+        """True if the operand covers its memory in order, and the result has the same dtype and number of elements. Without merges, the two
+        must be in different memory."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
@@ -210,8 +211,8 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Returns the views after an allocate through which `name` is defined, in order. Returns None if the views cannot move before the
-        allocate, because their memory or an index is defined later."""
+        """Returns the views that define `name` and follow an allocate, in order. Returns None if the views cannot move before the allocate,
+        because their memory or an index is defined later."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]

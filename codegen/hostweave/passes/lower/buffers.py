@@ -29,8 +29,8 @@ class Buffers:
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
         """Maps inputs, and outputs that ops write, to their parameters.
 
-        Returned views and inputs are copied at the end. So is a result in donated memory, which other ops may still read.
-        `reuse_in_place` later removes such copies if possible.
+        Returned views and inputs are copied at the end. A result in donated memory is also copied at the end, because other ops may still
+        read this memory. `reuse_in_place` later removes such copies if possible.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
@@ -68,7 +68,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """View of the result's memory with the operand's shape, for the operand of the view `op`."""
+        """Buffer of the operand of the view `op`: a view of the result's memory, with the operand's shape."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
