@@ -43,7 +43,7 @@ def make_runtime(
 
     defines = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
-    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # included files have unnamed namespaces
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # no warning about unnamed namespaces in included files
     files_to_compile = merge_sources(sources, folder)
     units = [replace(unit, before=defines + unit.before) for file in kernels for unit in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:

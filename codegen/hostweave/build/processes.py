@@ -17,7 +17,7 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which also occurs when this process is killed
+_GUARD = "read -r _; kill -s KILL 0"  # kills the group at the end of the input, which comes even if this process is killed
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:

@@ -45,8 +45,8 @@ def build(
 ) -> Path:
     """Returns the folder with the sources and the module of a program. The module is linked with the runtime libraries of the target.
 
-    `render` returns the sources, and is called only if the program is not in the cache. Progress messages show `title`. `figures` are those
-    of the machine for which kernels are scheduled.
+    `render` returns the sources, and is called only if the program is not in the cache. Progress messages show `title`. `figures` names the
+    machine for which kernels are scheduled.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -83,7 +83,7 @@ def build(
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
     """Loads the module of a built program, with the dlopen flags of its target. First checks and loads the cached libraries that the module
-    needs, which the dynamic loader then finds by their sonames."""
+    needs. The dynamic loader then finds these libraries by their sonames."""
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:

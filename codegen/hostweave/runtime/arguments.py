@@ -18,7 +18,7 @@ from hostweave.types.zigzag import Zigzag
 def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Returns the arguments of a call in the order of `parameters`, the inputs that are not bound."""
+    """Returns the arguments of a call in the order of `parameters`. These are the inputs that are not bound."""
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
 

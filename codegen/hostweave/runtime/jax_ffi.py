@@ -49,7 +49,7 @@ class _Call:
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
-_calls: list[_Call] = []  # compiled functions refer to calls by index, forever
+_calls: list[_Call] = []  # never removed, because compiled functions refer to calls by index
 _calls_lock = reset_after_fork(threading.Lock())
 
 

@@ -16,7 +16,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """Returns the timeline of one call that all ranks start at the same time. The time of the hosts does not count."""
+    """Returns the timeline of one call that all ranks start at the same time. Time that hosts take to enqueue work is not included."""
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
@@ -52,7 +52,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
-        """Indices of the events for which a task waits. A task that is not shown stands for its predecessors."""
+        """Indices of the events for which a task waits. If one of these tasks is not shown, its predecessors replace it."""
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 

@@ -88,7 +88,7 @@ def compile(
     scalar, the loss. The step of a torch.optim.Optimizer is recorded by running its code, which must consist of ATen ops on a parameter,
     its gradient and its state.
 
-    `clip_grad_norm` is the maximum of the norm over all gradients, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
+    `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
     torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also unscales the gradients
     and updates the scale, like the scaler's methods `unscale_`, `step` and `update`.

@@ -1,6 +1,6 @@
-"""Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Each other layer is one op, and its derivative
-is one op. Later, copies of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and the same
-arguments require grad."""
+"""Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Every later layer is one op, and so is its
+derivative. After the trace, copies of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and
+the same arguments require grad."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. In the backward pass, `derivative` replaces the op. The derivative reads the
+    """An op that replaces a layer, or marks its start or end. `derivative` is the op of the backward pass. The derivative reads the
     gradients of the results with indices `given`, and returns the gradients of the arguments with indices `made`."""
 
     op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer

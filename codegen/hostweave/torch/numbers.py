@@ -91,8 +91,8 @@ def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Inside the `with` block, functions accept sizes that are not fixed, and brackets accept tensors without dims as indices, in this
-    thread.
+    """Changes torch for this thread, inside the `with` block: functions accept sizes that are not fixed, and brackets accept tensors
+    without dims as indices.
 
     Yields a list, to which each line that fixes a size is added.
     """

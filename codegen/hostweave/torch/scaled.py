@@ -47,16 +47,16 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
-    """Yields replacements for the `forward` of transformers' linears with 8-bit weights, which call Triton kernels. Each replacement is one
-    op."""
+    """Yields replacements for the `forward` of transformers' linears with 8-bit weights. The originals call Triton kernels. A replacement
+    is one op."""
     for of in {type(part) for part in module.modules()}:
         if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
             yield of, "forward", forward
 
 
 def _finegrained(linear: Any, x: torch.Tensor) -> Any:
-    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. A weight wider than one
-    byte gives a plain linear."""
+    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. If the weight is not in
+    8 bits, this is a plain linear."""
     if linear.weight.element_size() > 1:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size

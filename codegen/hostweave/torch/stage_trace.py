@@ -84,7 +84,7 @@ def traced_stage(
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
         stage.parts["backward"] = _backward_part(backward, every, f"{name}_backward", options)
-    elif not of_inputs or of_inputs == every:  # nothing to split: all gradients are of inputs, or none is
+    elif not of_inputs or of_inputs == every:  # nothing to split: all gradients belong to inputs, or none does
         stage.parts["input"] = _backward_part(backward, every, f"{name}_backward", options)
     else:
         first, kept = _half(backward, of_inputs, {})
@@ -105,10 +105,10 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Returns one half of a backward pass, as a graph of the wanted gradients.
+    """Returns one half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves.
 
-    The first half, for which `before` is empty, also computes values that the second half needs. Their names are the second result. The
-    second half takes these values as arguments, and `before` has their types. Its second result is empty.
+    If `before` is empty, this is the first half. The first half saves the values that the second half needs. The second half saves nothing.
+    It takes the saved values as arguments, and `before` maps their names to types.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

@@ -38,7 +38,7 @@ def of_storages(graph: Graph) -> None:
 def _viewed(node: Any) -> Node | None:
     """The operand whose memory the value of a node shares. None if the memory is new, if the dtype differs, or for
     `hostweave.detach`."""
-    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # a part is a getitem of unbind()
+    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # getitem: a result of unbind()
     shared = [one for one in operands if _memory(one) == _memory(node)]
     return shared[0] if shared and node.target != ops.detach.default else None
 
@@ -49,8 +49,8 @@ def _memory(node: Node) -> Any:
 
 
 def as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on them. A result that
-    would be an operand or a view of it, as for `narrow_copy`, is a copy."""
+    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on these strides. If `rule`
+    returns an operand or a view of an operand, as for `narrow_copy`, the result is a copy."""
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # torch.export replaces such ops by their rules
         return rule
 
