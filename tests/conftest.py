@@ -31,7 +31,7 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
+GPU_TESTS = 6  # number of consecutive tests of a file that run on one worker, because they share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests, which start first, so that the run does not end with one worker that runs a long test.
@@ -65,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets a cache folder for this session, which its workers share. The user's cache is not used.
+    """Sets a cache folder that all workers of this session share. The user's cache is not used.
 
     With GPUs, programs are compiled with the default flags. Otherwise they are not optimised, except in tests that use
     `optimised_kernels`. Tests that unset CXX also compile without precompiled headers.
@@ -125,8 +125,8 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers. With GPUs: three quarters of the cores. Otherwise: one more than cores, because some tests wait for processes,
-    time-outs and locks, but at most WORKERS."""
+    """Number of workers. With GPUs, this is three quarters of the number of cores. Without GPUs, this is the number of cores plus 1, but at
+    most WORKERS. The additional worker uses the time in which tests wait for processes, time-outs and locks."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 

@@ -153,7 +153,8 @@ RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_at
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:
-    """Yields mutants of instructions: one is changed, reads another buffer or is missing, or two have swapped operands."""
+    """Yields mutants in which one instruction is changed, reads another buffer or is missing, or in which two instructions have swapped
+    operands."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         types = ir.buffer_types(part)
@@ -259,7 +260,7 @@ class Subject:
 
     @cached_property
     def at(self) -> dict[tuple[tuple[str, int], ...], Expected]:
-        """Expected results at the sizes of the check, without sizes at which the program has too many elements."""
+        """Expected results at the sizes of the check. Omits sizes at which the program has too many elements."""
         return {
             tuple(at.items()): Expected(self.fusion, at)
             for at in sizes_to_check(self.host, NEAR_FACTOR)
@@ -273,8 +274,8 @@ class Subject:
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on the mutant that `made` returns. REFUSED: the verifier or the proof of order rejects the mutant, or the
-        mutant cannot be made or executed."""
+        """Returns the verdict on the mutant that `made` returns. The verdict is REFUSED if the verifier or the proof of order rejects the
+        mutant, or if the mutant cannot be made or executed."""
         try:
             mutant = made()
             verify_host(mutant)

@@ -156,7 +156,7 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """A communication, and matmuls that do not depend on it."""
+    """A communication, and a matmul or negation that does not depend on it."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
     values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
     return made
@@ -179,7 +179,7 @@ def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.
 
 
 def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Op of a tensor and a number. The result may be the difference to the same op of two tensors."""
+    """Op of a tensor and a number, alone or combined with the same op of two tensors."""
     op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
     made = op(t, g.random.choice(NUMBERS))
     return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])

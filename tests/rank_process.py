@@ -1,4 +1,4 @@
-"""One rank as a process, which tests start N times by torchrun, mpirun or directly.
+"""Runs one rank as a process. Tests start this script once per rank, by torchrun, mpirun or directly.
 
     python rank_process.py SET PROVIDER [TARGET]            runs the programs of SET, and prints a line
     python rank_process.py PROGRAM PROVIDER [TARGET]        calls PROGRAM until the group fails, and prints why; then reads the variables of
@@ -51,8 +51,8 @@ def named(name: str, ranks: int) -> Fusion:
 
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
-    """Programs of a set: `few` has two, `kinds` one per kind of communication, and `all` those of `all_fusions` and `more_fusions` for this
-    number of ranks. `everything` adds those with one-sided transfers, exchanges and pipelines."""
+    """Programs of a set. `few` has two programs. `kinds` has one program per kind of communication. `all` has the programs of `all_fusions`
+    and `more_fusions` for this number of ranks. `everything` adds programs with one-sided transfers, exchanges and pipelines."""
     if which in ("few", "kinds"):
         return {name: named(name, ranks) for name in (KINDS if which == "kinds" else FEW)}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
@@ -242,7 +242,7 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-                self.rank.group.check()  # before results are compared, because an aborted call has none
+                self.rank.group.check()  # before results are compared, because an aborted call has no results
             self.rank.check(self.fusion, self.program, arrays, result)
 
 

@@ -41,7 +41,7 @@ OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tenso
 
 
 class Writer:
-    """Writes one program: rows x [M, K] pass through layers, each of which quantises them and multiplies them by weights."""
+    """Writes one program. Rows x [M, K] pass through layers. Each layer quantises the rows, and multiplies them by weights."""
 
     def __init__(self, seed: int):
         self.draw = draw = random.Random(seed)
@@ -86,7 +86,7 @@ class Writer:
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
             self.inputs["x"] = wide[self.sharded(m, k)]
-        is_known = self.scaling != "block" or not isinstance(k, str)  # because sizes of inputs must not be quotients
+        is_known = self.scaling != "block" or not isinstance(k, str)  # sizes of inputs must not be quotients
         if draw.random() < 0.5 and is_known:
             blocks = {"row": (n, 1), "tensor": (1, 1)}.get(self.scaling) or draw.choice([(n // 128, k // 128), (n, k // 128)])
             self.inputs[f"w{i}"] = draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2])[self.sharded(n, k)]
