@@ -121,7 +121,7 @@ class Pattern {
   }
   Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, strides(of_lse()), places(kLse, of_lse())); }
 
-  // With packed sequences, their starts replace the batch stride.
+  // With packed sequences, cuDNN uses the starts of the sequences instead of the batch stride.
   Dims strides(const Heads& x) const {
     Dims result = strides_of(x);
     if (options_.is_packed) result[0] = std::max(x.heads * x.head_stride, x.rows * x.row_stride);
@@ -185,7 +185,7 @@ class Pattern {
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
   }
 
-  // Applies lengths and the diagonal. cuDNN recognises only diagonals that start in a corner.
+  // Applies lengths, the diagonal and the window. cuDNN recognises only diagonals that start in a corner.
   Value masked(Value scores) {
     const int64_t diagonal = problem_.diagonal, count = scores_[2];
     const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };

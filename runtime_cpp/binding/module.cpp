@@ -81,8 +81,8 @@ const hw::ProgramTable& table() { return hw_program_table; }
 // Releases the GIL; for functions that access no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
-// Deleter for objects that use devices and wait for other threads. It releases the GIL, because those threads may need it. A
-// forked process does not delete its parent's objects, because it lacks the threads and the devices.
+// Deleter for objects that use devices and wait for other threads. The deleter releases the GIL, because those threads may need
+// the GIL. A forked process does not delete its parent's objects, because the forked process lacks the threads and the devices.
 template <class T>
 struct DeleteWithoutGil {
   pid_t process = getpid();  // the process that made the object

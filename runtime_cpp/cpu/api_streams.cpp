@@ -62,7 +62,7 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-// Applies `answer` to the last op on a stream, unless a capture forbids it.
+// Applies `answer` to the last op on a stream. If a capture forbids the call, returns an error.
 template <class Answer>
 cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   Call locked;
@@ -73,7 +73,7 @@ cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   return answer(locked.lock, stream->last);
 }
 
-// Applies `answer` to the last record of an event, unless a capture forbids it.
+// Applies `answer` to the last record of an event. If a capture forbids the call, returns an error.
 template <class Answer>
 cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   Call locked;
@@ -194,7 +194,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
   if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
-  // The wait is for the current record of the event, not for later ones. Without a record there is no wait.
+  // The wait is for the current record of the event, not for later records. Without a record there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }

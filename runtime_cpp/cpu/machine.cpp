@@ -22,7 +22,7 @@ HostThread& this_thread() {
   return owner.thread;
 }
 
-// Never destroyed, because workers and static objects of the program may still use it at exit.
+// The machine is never destroyed, because workers and static objects of the program may still use it at exit.
 Machine& Machine::get() {
   static Machine* const machine = new Machine;
   return *machine;

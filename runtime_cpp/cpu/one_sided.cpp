@@ -25,8 +25,8 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
-// Each signal number has counters of plain signals, of acknowledged signals (of graphs and of hw_cpu_set_signal), and of
-// acknowledgements. An acknowledged signal waits until the previous one has been consumed.
+// Each signal number has three counters: of plain signals, of acknowledged signals (of graphs and of hw_cpu_set_signal), and of
+// acknowledgements. An acknowledged signal waits until the previous signal has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -78,7 +78,7 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
 
 using Make = std::function<OpPtr(bool in_graph)>;
 
-// Enqueues the op that `make` returns. For a captured call, each launch of the graph calls `make`, because each launch counts
+// Enqueues the op that `make` returns. If the call is captured, each launch of the graph calls `make`, because each launch counts
 // signals.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
@@ -197,7 +197,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
-  if (!exchange()) return nullptr;  // barrier: no rank frees memory that another has yet to map
+  if (!exchange()) return nullptr;  // barrier: no rank frees memory that another rank still has to map
   windows->arrived = size;
   return windows;
 }

@@ -108,8 +108,8 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Computes offsets, multiples of kPlace, such that live buffers do not overlap. Returns the total bytes and adds the lower bound
-// to `all_bounds`.
+// Computes offsets, multiples of kPlace, such that buffers that are live at the same time do not overlap. Returns the total
+// bytes. Adds the lower bound to `all_bounds`.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
@@ -226,10 +226,10 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 
 }  // namespace hw
 
-// Python calls this function to print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes of each,
+// Python calls this function to print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes per buffer,
 // and pool of streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace.
-// Pool 0 means no pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the
-// lower bound. Returns the total bytes.
+// Pool 0 means no pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower
+// bound. Returns the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;

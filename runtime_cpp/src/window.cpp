@@ -99,7 +99,7 @@ struct WindowArena::Windows {
       for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
       release(std::move(memory_));
     } catch (const std::exception&) {
-      // Nothing can be done if the device cannot free.
+      // Nothing can be done if the device cannot free the memory.
     }
   }
 
@@ -150,7 +150,7 @@ struct WindowArena::Windows {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }
 
-  // True after an abort: a stream may wait for a peer forever, so nothing that it uses can be freed.
+  // True after an abort: a stream may wait for a peer forever, so memory that the stream uses cannot be freed.
   bool is_aborted() const {
     return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
            std::ranges::any_of(channels_,

@@ -1,4 +1,4 @@
-// Stream capture: calls on a stream become nodes of a graph, which a launch enqueues.
+// Stream capture: calls on a stream become nodes of a graph. A launch enqueues the nodes.
 #pragma once
 #include <functional>
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace hostweave::cpu {
 
-// Enqueues the op of a node on a stream. Returns a status of CUDA.
+// Enqueues the op of a node on a stream. Returns 0 on success.
 using Enqueue = std::function<int(Lock&, Stream&)>;
 
 struct Node {

@@ -67,7 +67,7 @@ class SharedGroup {
   static std::unique_ptr<SharedGroup> join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
                                            std::string& problem);
 
-  bool wait_for_all(double seconds);  // false also on a timeout
+  bool wait_for_all(double seconds);  // false after a failure or a timeout
   int arrived() const;
   int device_of(int rank) const;
 

@@ -68,7 +68,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // after this delegation, the destructor runs even if this body throws
+Pulse::Pulse() : Pulse(nullptr) {  // because of this delegation, the destructor runs even if the body throws
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
@@ -83,7 +83,7 @@ Pulse::~Pulse() {
   if (stream_) cudaStreamDestroy(stream_);
 }
 
-// Sets the word on a forked stream, so that the call does not wait for the copy.
+// Sets the word on a forked stream, so that the graph's work does not wait for the copy.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
@@ -145,7 +145,7 @@ Instance::~Instance() {
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
-    // Nothing can be done if the device cannot free.
+    // Nothing can be done if the device cannot free the memory.
   }
 }
 
@@ -163,7 +163,8 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Drops graphs that use earlier memory. All ranks drop them at the same call, because memory grows on all ranks together.
+  // Drops graphs that use earlier memory. All ranks drop their graphs at the same call, because memory grows on all ranks
+  // together.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();

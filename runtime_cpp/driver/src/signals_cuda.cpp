@@ -30,7 +30,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kLarge = 0x7f;    // per byte; larger than any count
+constexpr int kLarge = 0x7f;    // value of each byte; makes a signal larger than any count
 constexpr auto kPatience = 5s;  // time for the waiting work to end
 
 // Memory in which signals of a communicator arrive.
@@ -55,7 +55,7 @@ Function* driver_call(const char* name) {
   return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
 }
 
-// Address of the first value wait in a graph.
+// Address of the value for which the first wait in a graph waits; 0 if none is found.
 CUdeviceptr awaited(cudaGraph_t graph) {
   static auto* const params_of = driver_call<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
   size_t count = 0;
@@ -70,7 +70,7 @@ CUdeviceptr awaited(cudaGraph_t graph) {
 }
 #endif
 
-// Sets all signals until the device is idle or the time is over.
+// Sets all signals until the device is idle, for at most kPatience.
 void give(const std::vector<Signals>& signals) {
   if (signals.empty()) return;
   const auto idle = std::make_shared<std::atomic<bool>>(false);

@@ -48,7 +48,7 @@ StagedCalls::~StagedCalls() {
     fetched_.clear();
     cudaStreamDestroy(caller_);
   } catch (const std::exception&) {
-    // Nothing can be done if the device cannot free.
+    // Nothing can be done if the device cannot free the memory.
   }
 }
 
@@ -66,10 +66,11 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 
 // Copies inputs on GPUs of other ranks to local memory.
 //
-// All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of
-// both. A rank's copy for call 2 waits for its call 1. If that copy is queued before another rank's copy for call 1, call 1 never
-// starts on the other rank, and its collectives never end. After the fetch, each GPU is used only by its rank. All ranks enqueue
-// collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
+// All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
+// GPUs. A rank's copy for call 2 waits for call 1 of that rank. If that copy is queued before another rank's copy for call 1,
+// call 1 never starts on the other rank, and the collectives of call 1 never end. After the fetch, each GPU is used only by its
+// rank. All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
+// deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());

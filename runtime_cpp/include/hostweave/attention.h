@@ -58,8 +58,8 @@ class Attentions {
   Hidden<Plans> plans_;
 };
 
-// o = softmax(scale q kT) v. Groups of consecutive heads of q share one head of k and v. All operands have three dims, or four
-// with the batch first.
+// o = softmax(scale q kT + bias) v, with an optional bias. Groups of consecutive heads of q share one head of k and v. All
+// operands have three dims, or four with the batch first.
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;

@@ -1,4 +1,4 @@
-// Arguments of this package's attention kernels, which compute the problems that cuDNN does not support.
+// Arguments of this package's attention kernels. These kernels compute the problems that cuDNN does not support.
 #pragma once
 #include <cstdint>
 
@@ -28,7 +28,7 @@ struct BiasGradient {
   int64_t batch, heads, rows;
 };
 
-// o = softmax(scale q kT + bias) v, and its backward pass.
+// Arguments of o = softmax(scale q kT + bias) v, and of its backward pass.
 struct AttentionKernel {
   HeadsAt<const void> q, k, v;
   HeadsAt<void> o;
@@ -40,7 +40,7 @@ struct AttentionKernel {
   float scale;
   bool causal;  // row i attends to columns up to i + diagonal
   int64_t diagonal;
-  bool from_end;   // true: row i attends to columns up to i + diagonal + length
+  bool from_end;   // adds the number of valid columns to the diagonal
   int64_t window;  // a row attends only to the last `window` of these columns; 0: to all
 
   HeadsAt<const void> o_gradient;
@@ -55,7 +55,7 @@ struct Span {
   HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
 };
 
-// Columns that each row of one batch element attends to. Over the rows that exist, begin and end are non-decreasing.
+// Columns that each row of one batch element attends to. From one existing row to the next, begin and end never decrease.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;
@@ -74,7 +74,7 @@ struct Sight {
   HW_DEVICE static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
   HW_DEVICE static int64_t not_negative(int64_t a) { return most(a, 0); }
 
-  // Tokens of the sequence that contains a token; empty if no sequence contains it.
+  // Tokens of the sequence that contains `token`; empty if no sequence contains `token`.
   HW_DEVICE Span sequence(int64_t token) const {
     int64_t low = 0, high = sequences + 1;  // number of offsets at or before the token
     while (low < high) {
@@ -91,7 +91,7 @@ struct Sight {
     const Span own = sequence(row);
     return {most(begin, own.begin), least(end, own.end)};
   }
-  // A range that contains all rows that attend to some of these columns.
+  // A range that contains every row that attends to one of the columns `first` to `last`.
   HW_DEVICE Span rows_of(int64_t first, int64_t last) const {
     const int64_t begin = causal ? not_negative(first - diagonal) : 0;
     const int64_t end = window ? least(rows, last - diagonal + window) : rows;
@@ -121,7 +121,7 @@ struct PackedSequences {
   } operands[kMost];
 };
 
-// Writes `value` to all elements of the rows whose tokens belong to no sequence. The elements have 16 bits.
+// Arguments of a kernel that writes `value` to the rows whose tokens belong to no sequence. Elements have 16 bits.
 struct OutsideSequences {
   const int32_t* offsets;
   int64_t batch, sequences, heads, tokens, size;
@@ -130,8 +130,8 @@ struct OutsideSequences {
   uint16_t value;
 };
 
-// Adds a contiguous array to an array [batch, heads, rows, size] of 16-bit floats. The size is a multiple of 8, for vector
-// accesses of 8 elements.
+// Arguments of a kernel that adds a contiguous array to an array [batch, heads, rows, size] of 16-bit floats. The size is a
+// multiple of 8, for vector accesses of 8 elements.
 struct AddedRows {
   bool is_f16;  // otherwise bf16
   int64_t batch, heads, rows, size;

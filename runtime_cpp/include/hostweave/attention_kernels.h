@@ -25,7 +25,7 @@ struct Bias {
   }
 };
 
-// Stores a tile to rows of a head, starting at `first`.
+// Stores a tile to the rows of a head, from row `first` on.
 template <class T, int kWidth>
 __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t size,
                       const Part<Products<T>, kWidth>& sums) {
@@ -121,7 +121,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
 struct Rows {
   int32_t begin[kTileSide], end[kTileSide];  // columns that each row attends to
   float lse[kTileSide];
-  float sums[kTileSide];  // row sums of o times its gradient
+  float sums[kTileSide];  // for each row: sum of o times the gradient of o
 
   __device__ bool sees(int row, int64_t column) const { return column >= begin[row] && column < end[row]; }
 };

@@ -22,7 +22,7 @@ struct Tile {
   HW_DEVICE bool has(int64_t row, int64_t column) const { return row < rows && column < size; }
   HW_DEVICE const T* at(int64_t row, int64_t column) const { return base + row * pitch + column; }
 
-  // Eight elements of a row, zero-padded.
+  // Eight elements of a row from column `first` on. Elements past the end of the tile are zero.
   HW_DEVICE Values<T, 8> eight(int64_t row, int64_t first) const {
     Values<T, 8> result = filled<8>(static_cast<T>(0.f));
     if (is_aligned) {
@@ -66,7 +66,7 @@ __device__ void clear(float (&x)[kRows][kColumns]) {
 
 HW_DEVICE void wait_for_threads() { __syncthreads(); }
 
-// Computes the dot product of row i of one operand and row i of the other, for each row i.
+// Sets sums[i] to the dot product of row i of a and row i of b.
 template <class T>
 __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
   constexpr int kLanes = kAttentionThreads / kTileSide;
@@ -83,7 +83,7 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. The threads of a warp have two or more elements of each
+// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. Each thread of a warp has two or more elements of each
 // matrix.
 #define HW_ADD_PRODUCT(T, name)                                                                                              \
   __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
@@ -113,7 +113,7 @@ class Products {
     return kWidth / 16 * kOf16;
   }
 
-  // Multiplies rows of a by rows of b.
+  // Sets the scores to a times the transpose of b.
   __device__ void multiply(Scores& scores, const Tile<T>& a, const Tile<T>& b) {
     clear(scores);
     for (int64_t first = 0; first < a.size; first += kTileSide) {
@@ -167,7 +167,7 @@ class Products {
     }
   }
 
-  // Combines each row's values over all columns of the tile. Call `multiply` before the next combine.
+  // Combines each row's values over all columns of the tile. Call `multiply` between two calls of `combine`.
   template <class Combine>
   __device__ void combine(float (&x)[kRows], Combine combined) {
 #pragma unroll
@@ -192,7 +192,7 @@ class Products {
   __device__ static int strip() { return threadIdx.x / 32 % 4 * 16; }
   __device__ static int half() { return threadIdx.x / 128 * 8; }
 
-  // Copies columns of a tile, zero-padded. The data is visible after wait_for_copies.
+  // Copies kTileSide columns of a tile, from column `first` on, padded with zeros. The copy is visible after wait_for_copies.
   __device__ static void copy(Matrix& to, const Tile<T>& x, int64_t first) {
 #pragma unroll
     for (int i = threadIdx.x; i < kTileSide * kTileSide / 8; i += kAttentionThreads) {
@@ -315,7 +315,7 @@ class Products<float> {
   __device__ auto floats() { return weights_; }
 
  private:
-  static constexpr int kDepth = 32;                            // depth of one step
+  static constexpr int kDepth = 32;                            // elements of a head per step
   float a_[kDepth][kTileSide + 1], b_[kDepth][kTileSide + 1];  // transposed, padded against bank conflicts
   float weights_[kTileSide][kTileSide + 1];
 };
@@ -370,7 +370,7 @@ class Products {
 
   static Tile<float> floats_of(const Tile<T>& x, Floats& floats) {
     if constexpr (std::is_same_v<T, float>) {
-      if (x.pitch >= x.size) return x;  // BLAS can read it directly
+      if (x.pitch >= x.size) return x;  // BLAS can read the tile directly
     }
     for (int64_t row = 0; row < x.rows; ++row) {
       for (int64_t i = 0; i < x.size; ++i) floats[row * x.size + i] = static_cast<float>(*x.at(row, i));

@@ -17,7 +17,7 @@ const char* name_of(Transport transport);
 
 class PeerGroup;
 
-// Memory that this rank shares with its peers for the application, and the shared memory of each peer, as this rank maps it.
+// Memory that the application shares between ranks: the memory of this rank, and the memory of each peer as mapped by this rank.
 struct SharedMemory {
   char* data = nullptr;
   size_t bytes = 0;
@@ -50,7 +50,7 @@ class Channel {
   // Borrows the communicator. `ranks` are the world ranks of the process group, if known.
   Channel(ncclComm_t comm, int64_t rank, int64_t size, std::vector<int64_t> ranks = {})
       : comm_(comm), rank_(rank), size_(size), ranks_(std::move(ranks)) {}
-  // Channel with transport peer. Borrows the group; there is no communicator.
+  // Channel with transport `peer`. Borrows the group; there is no communicator.
   Channel(PeerGroup& peers, int64_t rank, int64_t size, std::vector<int64_t> ranks = {})
       : peers_(&peers), rank_(rank), size_(size), ranks_(std::move(ranks)) {}
   ncclComm_t handle() const { return comm_; }
@@ -60,14 +60,15 @@ class Channel {
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
   int64_t rank() const { return rank_; }  // this rank's index in the process group
   int64_t size() const { return size_; }
-  // The ranks of the process group, or one of them, as world ranks.
+  // World ranks of the process group, and world rank of one rank of the process group.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
   // Axes along which the ranks of the process group differ: "dp, tp".
   const char* name() const { return name_; }
   void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 
-  // Transport peer: enqueues a signal to a peer. The stream first waits until the peer has consumed the previous signal.
+  // Only with transport `peer`: enqueues a signal to a peer. The stream first waits until the peer has consumed the previous
+  // signal.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
   // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;

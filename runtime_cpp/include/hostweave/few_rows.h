@@ -1,4 +1,4 @@
-// Matmuls with few rows, x[rows, depth] w[depth, columns]. Their time is bound by reading the weights once. A cluster computes
+// Matmuls with few rows, x[rows, depth] w[depth, columns]. Most of their time is spent on reading the weights. A cluster computes
 // kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
 // are deterministic. One kernel may compute several matmuls with the same x. Each warp then works on one of these matmuls.
 #pragma once
@@ -87,8 +87,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Lanes need not exchange operands, because
-// each lane reads the same terms of both operands, in the same order.
+// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Threads need not exchange operands, because
+// each thread reads the same terms of both operands, in the same order.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -135,7 +135,7 @@ struct WideSums {
       }
     }
   }
-  // Fragment of the tensor core for two columns and terms 4 i to 4 i + 3.
+  // Operand of the tensor core: two columns, and terms 4 i to 4 i + 3.
   __device__ static uint4 weights_of(const uint4 (&w)[8], int i, int pair) {
     if constexpr (kTransposed) {
       const uint2 even = four_terms(w[2 * pair], i, T()), odd = four_terms(w[2 * pair + 1], i, T());
@@ -152,8 +152,8 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Sums of f32, without tensor cores, which would round the operands. Two lanes own the same 4 columns, and each sums half of
-// the terms of a step.
+// Sums of f32, without tensor cores, because tensor cores would round the operands. Two threads own the same 4 columns, and each
+// sums half of the terms of a step.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -241,8 +241,8 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums over a block of 128 terms by the scales of the block, and adds them to the total. `first` is the first
-// column of the sums.
+// Multiplies the sums over a block of 128 terms by the scales of the block, and adds the products to the total. `first` is the
+// first column of the sums.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {

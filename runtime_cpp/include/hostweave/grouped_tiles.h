@@ -12,8 +12,9 @@ constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // size of a tile
 constexpr int kWarpgroupStages = 4;
 constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes of stages, results and alignment
 
-// Operands of products on Hopper: rows of a group times a row-major or column-major matrix, or transposed rows of a group times
-// its rows. Groups of few rows have at most kFewRowsOfGroup rows on average.
+// Operands of products on Hopper. matrices: rows of a group times a row-major matrix. transposed_matrices: rows of a group times
+// a column-major matrix. rows: transposed rows of a group times rows of the same group. few_rows: like rows, but groups have at
+// most kFewRowsOfGroup rows on average.
 enum class Operands { matrices, transposed_matrices, rows, few_rows };
 constexpr int kFewRowsOfGroup = 64, kFewBoxRows = 16;
 
@@ -28,7 +29,7 @@ struct Operand {
   int64_t pitch, count;  // count: number of rows of a, or of columns of b
 };
 
-// A tile of the result, which begins at element `at`. The tile is the product of the rows of a and the columns of b.
+// A tile of the result. The tile begins at element `at`, and is the product of the rows of a and the columns of b.
 template <class T>
 struct Tile {
   int64_t at, depth;
@@ -66,7 +67,8 @@ struct SharedTile {
     }
   }
 
-  // Loads four 8 x 8 matrices. Lane i passes the position of row i % 8 of matrix i / 8, and gets two elements of each matrix.
+  // Loads four 8 x 8 matrices. Thread i of a warp passes the position of row i % 8 of matrix i / 8, and gets two elements of each
+  // matrix.
   __device__ void load(unsigned (&to)[4], int row, int place) const {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -92,7 +94,7 @@ __device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], u
 }
 
 // One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA, a is column-major; with
-// kTurnedB, b is column-major. Stages of kDepth terms are copied while earlier ones are multiplied.
+// kTurnedB, b is column-major. Stages of kDepth terms are copied while earlier stages are multiplied.
 template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
 struct TileProduct {
   static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;

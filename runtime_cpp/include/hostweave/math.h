@@ -31,7 +31,7 @@ HW_DEVICE double log_gamma(double x) {
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
 // A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. With
-// kNormal, the caller states that the reciprocal is a normal number, and the divisor is not scaled.
+// kNormal, the divisor is not scaled: the caller guarantees that the reciprocal is a normal number.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>
@@ -116,8 +116,8 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
-// Truncates to i64. A narrower result has the low bits of the i64. Values from 2^63 to 2^64 are converted by u64. NaN and all
-// other values out of range give -2^63.
+// Truncates to i64. If T is narrower, the result has the low bits of the i64. Values from 2^63 to 2^64 are converted by u64. NaN
+// and all other values out of range give -2^63.
 template <class T, class F>
 HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));

@@ -26,7 +26,7 @@ struct Strided {
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };
 
-// Operands of a call's epilogue, which is applied before rounding. The activation is a part of the plan.
+// Operands of a call's epilogue. The epilogue is applied before rounding. Its activation is a part of the plan.
 struct Epilogue {
   double scale = 1;
   const void* accumulate = nullptr;  // added to the product; c itself, or a matrix with the layout of c
@@ -35,16 +35,16 @@ struct Epilogue {
   const void* scale_b = nullptr;
 };
 
-// Modes of scales for 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC: a scale per row of a, and per column
-// of b. VEC128: a scale per 128 elements of each row of a, or column of b; scales of adjacent rows or columns are contiguous.
-// BLK128x128: a scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
+// Modes of scales for 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC: one scale per row of a or column of
+// b. VEC128: one scale per 128 elements of a row of a or column of b; scales of adjacent rows or columns are contiguous.
+// BLK128x128: one scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t
 };
 
 // Plan of c[..., m, n] = a[..., m, k] b[..., k, n] with NumPy broadcasting of leading dims. 8-bit floats, f16, bf16 and f32
-// accumulate in f32, f64 in f64. f32 uses TF32 only with CUBLAS_COMPUTE_32F_FAST_TF32.
+// accumulate in f32, and f64 accumulates in f64. f32 uses TF32 only with CUBLAS_COMPUTE_32F_FAST_TF32.
 class MatmulPlan {
  public:
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
@@ -52,9 +52,9 @@ class MatmulPlan {
   // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Selects an algorithm for these shapes, unless they are among the last kMostPlans shapes. Selection waits for the device. If
-  // Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if cuBLASLt
-  // does not support the matmul.
+  // Selects an algorithm for these shapes, unless they are among the last kMostPlans prepared shapes. Selection waits for the
+  // device. If Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if
+  // cuBLASLt does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times

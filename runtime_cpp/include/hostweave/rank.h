@@ -34,8 +34,8 @@ struct Handle {
   void (*destroy)(void* handle) = nullptr;
 };
 
-// One rank: its index in the world, device, library handles, streams and channels. A rank is used by one thread at a time,
-// with `device` current. It must outlive the programs that use it.
+// One rank: its index in the world, device, library handles, streams and channels. Only one thread at a time may use a rank, with
+// `device` current. A rank must outlive its programs.
 class Rank {
  public:
   Rank(int device, int64_t index, int64_t size);

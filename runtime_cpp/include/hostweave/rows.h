@@ -57,15 +57,15 @@ HW_DEVICE auto hold_row(const Row& row, Compute compute) {
   }
   return held;
 }
-// Loads a thread's elements of a row from memory. All loads start before the first one ends.
+// Loads a thread's elements of a row from memory. Starts all loads before it waits for the first.
 template <class Row, class Place>
 HW_DEVICE auto load_row(const Row& row, Place first) {
   auto requested = hold_row(row, [&](const Chunk j) { return hw::request<Row::kWidth>(first + j); });
   return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
 }
 
-// Threads that share a row: kThreads adjacent lanes of a warp if kThreads is 1 to 32, otherwise a block. 0 is a block of any
-// number of threads.
+// Threads that share a row: kThreads adjacent threads of a warp if kThreads is 1 to 32, otherwise a block. If kThreads is 0, the
+// size of the block is not known at compile time.
 #ifdef __CUDACC__
 template <int kThreads, int kBlocks = 1>
 struct ThreadGroup {
@@ -101,7 +101,7 @@ struct ThreadGroup {
   }
 };
 #if __CUDA_ARCH__ >= 900
-// The blocks of a cluster, which share a row.
+// The blocks of a cluster. They share a row.
 template <int kThreads, int kBlocks>
   requires(kBlocks > 1)
 struct ThreadGroup<kThreads, kBlocks> {

@@ -1,4 +1,4 @@
-// Sorting of a lane, completely or only its first elements.
+// Sorting of a lane: of all elements, or of only the first elements in sorted order.
 #pragma once
 #include "hostweave/lanes.h"
 
@@ -33,7 +33,7 @@ HW_DEVICE auto sort_key(T element) {
 #ifdef __CUDACC__
 __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
-// Sorts a tile by a sorting network (Batcher, "Sorting networks and their applications", 1968). All its comparators move the
+// Sorts a tile by a sorting network (Batcher, "Sorting networks and their applications", 1968). Every comparator moves the
 // smaller number to the lower index, so a tile of any length needs no padding.
 template <class Less>
 __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
@@ -53,7 +53,7 @@ __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
   block.sync();
 }
 
-// Calls take(i, key) for all elements. A thread loads several at once.
+// Calls take(i, key) for all elements. If the lane is contiguous and aligned, a thread loads several elements at once.
 template <bool kDescending, class T, class Take>
 __device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
   constexpr int kWidth = 16 / sizeof(T), kAtOnce = 4;
@@ -92,9 +92,9 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// Sorts the first k = order.length elements of a long row. Returns false if more than kSorted candidates remain. A candidate does
-// not exceed the k-th smallest of the threads' minima, so there are at least k candidates. Candidates are usually few, unless
-// many elements are equal.
+// Sorts the first k = order.length elements of a long row. Each thread finds the minimum of its elements. Candidates are the
+// elements up to the k-th smallest minimum, so there are at least k candidates. Candidates are usually few, unless many elements
+// are equal. Returns false if there are more than kSorted candidates.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -119,15 +119,15 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Writes the indices of the first elements of a row to `tile`, unsorted. Equal elements are selected by index.
-// Radix select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
+// Writes the indices of the first `left` elements in sorted order to `tile`, but unsorted. If keys are equal, selects the lowest
+// indices. Radix select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
   __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: number of equal keys in each warp
   const int64_t length = left;
-  Key digits = 0, known = 0;  // key of the last selected element so far, and the mask of its known bits
+  Key digits = 0, known = 0;  // known digits of the last selected element's key, and the mask of these bits
   bool all = false;           // all elements with these digits are selected
   for (int end = sizeof(Key) * 8; end > 0 && !all; end -= kDigitBits) {
     const int shift = end > kDigitBits ? end - kDigitBits : 0;
@@ -212,7 +212,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
 }
 
 // Stable LSD radix sort of a long row. Each block of the team owns a part of the row. The two halves of `order` hold 32-bit
-// indices: one is read, and the other is written. In a cooperative grid, blocks exchange counts in the half that is written next.
+// indices: a pass reads one half and writes the other half. In a cooperative grid, blocks exchange counts in the half that the
+// pass writes afterwards.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -303,7 +304,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
   widen(order, n, from < to);
 }
 
-// Stable argsort of x: all indices, or the first up to kSorted.
+// Stable argsort of x: computes all indices, or the first order.length <= kSorted indices.
 template <bool kDescending, class T>
 __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   __shared__ uint64_t tile[kSorted];
@@ -313,7 +314,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Team::rank() > 0) return;  // a row this short needs one block
+    if (Team::rank() > 0) return;  // one block selects the first elements
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }

@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// An event, as an argument of the functions below, which add the event to the call log.
+// An event, as an argument of the functions below. These functions add the event to the call log.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
@@ -64,7 +64,7 @@ class Events {
   Event* events_;
 };
 
-// Runs calls that use the same memory or signals one after another, also on different streams.
+// Orders calls that use the same memory or signals: one call runs after the other, even on different streams.
 class CallOrder {
  public:
   // `begin_call` and `end_call` enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and
@@ -76,7 +76,7 @@ class CallOrder {
   bool capturing() const { return capturing_; }
 
   // RAII: this thread captures calls without the nodes of `begin_call` and `end_call`. Such a graph must be launched between
-  // `begin_call` and `end_call`. It can be a chain of kernels, which launches nearly as fast as one kernel.
+  // `begin_call` and `end_call`. Such a graph can be a chain of kernels, and a chain launches nearly as fast as one kernel.
   class OfKernels {
    public:
     OfKernels();

@@ -94,7 +94,7 @@ class DeviceTensor {
   void randomize(uint64_t seed);
   void fill_bytes(int value) const;
   Bytes to_host() const;
-  // Throws std::runtime_error unless the tensor equals `before`, its bytes after the previous call, and the bytes of its twin.
+  // Throws std::runtime_error unless the tensor equals both `before` (its bytes after the previous call) and `of_twin`.
   void expect_same(const Bytes& before, const Bytes& of_twin) const;
   // Throws std::runtime_error unless the tensor is close to its block of the reference, which is the bytes of a global tensor.
   void expect_close(const Bytes& reference, const Tolerance& tolerance) const;
@@ -113,7 +113,7 @@ class DeviceTensor {
   Tensor tensor_;
 };
 
-// The inputs and outputs of a rank, or the global ones.
+// The inputs and outputs of a rank, or the global inputs and outputs.
 struct Tensors {
   std::vector<DeviceTensor> inputs, outputs;
 

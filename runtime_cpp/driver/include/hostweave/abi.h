@@ -67,15 +67,15 @@ struct Calls {
   Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // creates streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Enqueues nothing
-  // that belongs to a call. Every rank prepares before any rank runs.
+  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Enqueues no work
+  // of a call. Every rank prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
   // Enclose the work of a call on `caller`; see CallOrder. `run` calls both.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
-  // Part `part` of the memory for temporaries, or null. Tests fill it with NaN before a call.
+  // Returns part `part` of the memory for temporaries, or null if there are fewer parts.
   void* (*arena)(void* program, size_t part, size_t* bytes);
 };
 

@@ -56,7 +56,7 @@ typedef struct hw_tensor {
   hw_shape global_shape; /* global shape; ndim 0 if all ranks have blocks of equal shape */
 } hw_tensor;
 
-/* Id of a world. One rank makes it and sends it to all. */
+/* Id of a world. One rank makes the id and sends it to all ranks. */
 typedef struct hw_id {
   char bytes[128];
 } hw_id;
@@ -64,15 +64,15 @@ typedef struct hw_id {
 /* One rank of a world. */
 typedef struct hw_world hw_world;
 
-/* Declares that ranks are threads of this process, with one device each. Fails if this host has fewer GPUs; the CPU target
- * creates its devices. Call it once, before all other calls. */
+/* Declares that ranks are threads of this process, with one device each. The CUDA target fails if this host has fewer than
+ * `count` GPUs. The CPU target creates its devices. Call this function once, before all other calls. */
 hw_status hw_use_devices(int count);
-/* Declares that ranks are processes. Every process calls it once, before all other calls. */
+/* Declares that ranks are processes. Every process calls this function once, before all other calls. */
 hw_status hw_use_processes(void);
 hw_status hw_new_id(hw_id* id);
 /* Collective: joins the world. Makes the device current. */
 hw_status hw_world_create(const hw_id* id, int device, int rank, int size, hw_world** world);
-/* Destroys the world. Destroy its programs before. */
+/* Destroys the world. Before, destroy its programs. */
 hw_status hw_world_destroy(hw_world* world);
 
 #ifdef __cplusplus
