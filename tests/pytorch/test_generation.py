@@ -21,7 +21,7 @@ from hostweave.torch.caches import requests  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
-shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # in one worker, which compiles them once
+shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # one worker runs these tests, and compiles each program once
 OF_ALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -87,7 +87,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 @cache
 def small_llama(ranks: int) -> tuple[Any, Any]:
-    """A module, and this module compiled. Tests share them, because compiling the programs takes most of their time."""
+    """A module, and this module compiled. Tests share the compiled module, because compiling takes most of their time."""
     module = model_of("Llama", num_hidden_layers=2)
     plan = plan_of(module) if ranks > 1 else {}
     return module, hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, {"input_ids": torch.ones(2, 9).long(), "use_cache": False})

@@ -335,7 +335,8 @@ def test_along_rows() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None:
-    """It is set in the original module, whose `forward` reads it. A call then raises, because the program contains the old value."""
+    """The attribute is set in the original module, because `forward` reads it there. A call then raises an error, because the program
+    contains the old value."""
 
     class Scaled(nn.Linear):
         scale = 2.0
@@ -354,7 +355,7 @@ def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> None:
-    """A torch.fx.GraphModule has its own `__deepcopy__`, which would copy the original module only."""
+    """A torch.fx.GraphModule has its own `__deepcopy__`, which would copy only the original module."""
     x = torch.ones(2, 4)
     model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
     with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):

@@ -139,7 +139,7 @@ def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
 
 
 def test_attention_drops_weights() -> None:
-    """The mean over many heads equals attention without dropout."""
+    """The mean over many heads is close to attention without dropout."""
     q = torch.randn(1, 512, 4, 4, generator=torch.Generator().manual_seed(0))
     model = compiled(
         lambda q: F.scaled_dot_product_attention(q[:, :1].expand_as(q), q[:, :1].expand_as(q), q[:, :1].expand_as(q), dropout_p=0.25), 1, q

@@ -50,7 +50,7 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
 
 
 LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks) pairs that train for all STEPS, not for one
-QUICK = [*LONG, ("vit", 4)]  # contain every model and every mesh; the other pairs run with -m slow
+QUICK = [*LONG, ("vit", 4)]  # pairs that contain every model and every mesh; the other pairs run with -m slow
 PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in product(MODELS, MESHES)]
 
 

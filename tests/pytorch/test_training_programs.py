@@ -214,7 +214,8 @@ class Residuals(nn.Module):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
-    """The calls of all layers except the last are a loop, also in reverse order. Saved values and results are arrays of structs."""
+    """The calls of all layers except the last are a loop. The loop of the backward pass has the reverse order. Saved values and results are
+    arrays of structs."""
     plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
     lines: set[tuple[int, ...]] = set()
     for count in (4, 6):
@@ -255,7 +256,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
-    """Arguments of layers that are not results of other layers are resharded if their sharding differs from the parameters."""
+    """An argument of a layer that is no result of another layer is resharded if the function's parameter has another sharding."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}

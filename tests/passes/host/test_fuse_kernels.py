@@ -272,7 +272,7 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Of the values that both kernels need, only %x is
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Both kernels need several values, and only %x is
     written to memory. Each kernel computes the other values again."""
     x = hw.bf16["M", "N"]
 

@@ -337,8 +337,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Sets of answers to two questions, for all iterations except the first. Is `last` of the previous iteration ordered before `first`? Is
-    the launch of the previous iteration ordered before `first`?"""
+    """Answers to two questions, each as a set over all iterations except the first. Is `last` of the previous iteration ordered before
+    `first`? Is the launch of the previous iteration ordered before `first`?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
