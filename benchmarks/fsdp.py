@@ -4,9 +4,9 @@ Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 819
 of rows is chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest
 rank: the median over calls that all ranks start together. One program has only the gathers, one has only the layers with replicated
 weights, and one has gathers and layers. The last of these programs has several variants: sequential, the compiler's choice, and
-asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by columns, or as in a PyTorch linear layer, whose
-rows are the columns of the matmul. With weights by columns, or as in a linear layer, matmuls can process one shard after another. Data is
-random, in bf16. One thread per GPU.
+asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by columns, or as in a PyTorch linear layer: by the
+rows of the weight, which are the columns of the matmul. With weights by columns, or as in a linear layer, matmuls can process one shard
+after another. Data is random, in bf16. One thread per GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""f32 attention on one GPU by Hostweave's kernels: every mask, layout and head size, and gradients, compared with float64."""
+"""f32 attention on one GPU by Hostweave's kernels, compared with float64: masks, layouts, head sizes, and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls on one GPU: results close to float64 for every routing, layout and tile, and graphs in which offsets change between
+"""Grouped matmuls on one GPU: results are close to float64 for several routings, layouts and sizes. In graphs, offsets change between
 replays."""
 
 from __future__ import annotations

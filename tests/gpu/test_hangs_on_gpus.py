@@ -1,4 +1,4 @@
-"""Reports of hangs on GPUs. Two ranks are processes that use one GPU, and signal each other by transport `peer`."""
+"""Reports of hangs on GPUs. In most tests, two ranks are processes that use one GPU, and signal each other by transport `peer`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`argsort` and `top_k` on a GPU, compared with NumPy's stable sort: ties, NaNs and zeros, all kinds of dtypes, and row lengths near the
-tile size.
+"""`argsort`, `top_k` and `group_order` on a GPU, compared with NumPy's stable sort: ties, NaNs and zeros, several dtypes, and row lengths
+near the tile size.
 """
 
 from __future__ import annotations

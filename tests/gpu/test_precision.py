@@ -1,4 +1,4 @@
-"""Options(tf32=True) on one GPU: more accurate than f16, and less accurate than f32."""
+"""Options(tf32=True) on one GPU: less accurate than f32, within a bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 
 
 def test_tf32() -> None:
-    """The error is larger than that of f32, and smaller than that of f16. Operands have 11 significant bits, and sums 24."""
+    """In TF32, operands have 11 significant bits, and sums have 24."""
 
     @hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"], b=hw.f32["N"])
     def product(x, w, b):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats on one GPU: results are close to float64, and as accurate as torch._scaled_mm with the same scales."""
+"""Scaled matmuls of 8-bit floats on GPUs: results are close to float64 and, for some scales, as accurate as those of torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
     """Bound of the error of each element: the result is rounded, and each step of 32 products keeps 14 bits of its largest term.
 
     `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
-    Hopper. A step truncates 33 terms, each by less than 2^-13 of the largest term.
+    Hopper. A step truncates 33 terms (32 products and the sum so far), each by less than 2^-13 of the largest term.
     """
     return OUT[out] * abs(exact) + k / 32 * 2.0**-13 * terms
 

@@ -1,5 +1,4 @@
-"""`scatter_add` and `scatter` on a GPU, compared with NumPy: the same or different indices per thread, full and partial warps, ranges of
-rows of ranks."""
+"""`scatter_add` and `scatter` on a GPU, compared with NumPy: one index per row or per element, full and partial warps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums by one kernel for few rows and by two kernels for more rows, and shards of an iota, on GPUs."""
+"""Sums of squares of few and of many rows, and lookups in a sharded table, on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines measured on GPUs: each instruction has a time, in program order. Benchmarks compare the total time with that of a call."""
+"""Timelines measured on GPUs: each instruction has a time, in program order."""
 
 from __future__ import annotations
 

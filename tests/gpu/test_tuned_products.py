@@ -1,4 +1,4 @@
-"""`Options(tune=True)` on GPUs: matmuls use measured algorithms, which are the same on all ranks, and are read from the cache later."""
+"""`Options(tune=True)` on GPUs: results of matmuls are exact, and a second group uses the same algorithms."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_sums_of_sizes() -> None:
 
 
 def test_sizes_of_shards() -> None:
-    """The text of a dim can be parsed for any sharded size."""
+    """The texts of sizes of shards can be parsed."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
     part = Size(1, (LocalSize(m, ("x",)),))
