@@ -52,7 +52,7 @@ def read_json(path):
 
 def read_config(folder, dtype=None):
     """Returns the config, the rotary frequencies (radians per token for each pair of elements), and the end-of-text tokens. Raises
-    CheckpointError if the file cannot be read, or if the model differs from a plain Llama."""
+    CheckpointError if the file cannot be read, lacks a field, or describes another model than a plain Llama."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
