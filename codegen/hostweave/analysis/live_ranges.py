@@ -1,7 +1,7 @@
 """Live ranges of a host program's temporaries, from which the arena is laid out.
 
 An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of the
-enclosing body. A buffer that is allocated later in program order may reuse the bytes. If the freed buffer belongs to a stream, only buffers
+enclosing body. A buffer that is allocated later in program order may reuse its bytes. If the freed buffer belongs to a stream, only buffers
 of the same stream may reuse the bytes until the streams are joined.
 """
 
@@ -131,8 +131,8 @@ class _Walk:
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
     """Removes ends and joins without effect.
 
-    An end or join has no effect if no live range begins later, unless `follows`. An end also has none if a join of its pool follows before
-    the next begin. A join also has none if its pool has no buffers.
+    An end or join has no effect if no live range begins later. `follows` is True if a live range may begin after `steps`. An end also has
+    no effect if a join of its pool follows before the next begin. A join also has no effect if its pool has no buffers.
     """
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin

@@ -18,8 +18,8 @@ MIN_STACKED_TERMS = 8  # least number of terms that a reduction kernel reads as 
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit(terms, dst)` emits the kernel that reduces terms. The last operand may have several terms, stacked
-    along its outermost dim."""
+    """A reduction, such as `sum`. `emit(terms, dst)` emits the kernel that reduces terms. The last entry of `terms` may contain several
+    terms, stacked along its outermost dim."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]

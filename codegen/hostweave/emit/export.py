@@ -21,7 +21,7 @@ _SUMS = "SHA256SUMS"  # SHA-256 of each written file, by which the next export d
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files, and returns a dict from path to text. Kernels are scheduled for `machine`.
 
-    The result has the host IR, the C++ files of the program, and those of its kernels if there are any. Equal programs and machines give
+    The result has the host IR, the Python binding, and the C++ of the program and of its kernels, if any. Equal programs and machines give
     the same bytes. Raises ProgramError for an op that has no C++.
     """
     emitted = ProgramSources(program, machine=machine)

@@ -23,7 +23,7 @@ class FreshNames:
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Keeps the ops on which an output depends. All ranks remove the same communication."""
+    """Keeps the ops on which an output depends."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:
@@ -132,7 +132,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
-    """The traced program on another mesh with the same axes. Raises ProgramError if a tensor is on a mesh of some ranks."""
+    """The traced program on another mesh with the same axes. Raises ProgramError if a tensor is on a mesh that names ranks by number."""
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")

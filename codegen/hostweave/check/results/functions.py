@@ -42,8 +42,8 @@ _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. Functions that neither this class nor `_RANDOM_FUNCTIONS` has are NumPy's, and do not support
-    lanes."""
+    """NumPy for operands that may have lanes. If neither this class nor `_RANDOM_FUNCTIONS` has a function, NumPy's function is used, which
+    does not support lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
@@ -312,7 +312,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows, but counts numbers with equal elements as equal: both compute the same number in different ways."""
+    """Compares shadows, but numbers with equal elements count as equal, because their shadows may differ only by rounding."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

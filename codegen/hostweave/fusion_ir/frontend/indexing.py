@@ -99,7 +99,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are LARGE. May be a fraction, because only calls check divisibility."""
+    """Value of a size if all its symbols are LARGE. The value may be a fraction, because divisibility is checked only in calls."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):

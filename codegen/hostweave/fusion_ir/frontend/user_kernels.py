@@ -59,9 +59,9 @@ def kernel(
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
 
-    A tensor keeps a sharding that the type of an input or `reshard` states. Any other tensor is gathered first. `grid` is the number of
-    elements: a dim, or the product of several dims. Each thread block has `block` threads and handles `per` elements, so `ceil(grid / per)`
-    thread blocks are launched.
+    If an input's type or a `reshard` states the sharding of a tensor, the tensor keeps this sharding. Any other tensor is gathered first.
+    `grid` is the number of elements: a dim, or the product of several dims. Each thread block has `block` threads and handles `per`
+    elements, so `ceil(grid / per)` thread blocks are launched.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but

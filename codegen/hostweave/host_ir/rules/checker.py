@@ -23,7 +23,7 @@ MAX_POOL = 2**16  # largest pool of streams or events
 class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop that may differ between ranks
+    steps: Size | None = None  # trip count of an enclosing loop, if this count may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction

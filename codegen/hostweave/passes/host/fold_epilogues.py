@@ -10,8 +10,8 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, an added tensor of the result's layout, a bias per column, relu, and the tanh gelu of 16-bit results. The epilogue operates
-on unrounded sums. The matmul moves to the position of the kernel.
+Folds a factor, an added tensor of the result's layout, a bias per column, relu, and the tanh gelu of results of at most 16 bits. The
+epilogue operates on unrounded sums. The matmul moves to the position of the kernel.
 
 Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory.
 In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.
@@ -30,7 +30,7 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes f32
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes factors in f32
 HIDES_TANH = 2  # largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt's gelu (about 5e-6)
 
 

@@ -116,8 +116,8 @@ class _Reducing:
     def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
         """The launch that stores the term of a reduce_scatter, if it may store each block in the memory of the rank that receives it.
 
-        It directly precedes the reduce_scatter, and no other instruction accesses the term. A kernel may store a vector along the innermost
-        dim, so blocks consist of rows.
+        The launch directly precedes the reduce_scatter, and no other instruction accesses the term. A kernel may store a vector along the
+        innermost dim, so each block must consist of whole rows.
         """
         touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
         if len(touches) != 2 or not i.sends_blocks or not self.uses.is_whole(i.src) or touches[0].body is not place.body:

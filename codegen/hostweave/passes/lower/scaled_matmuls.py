@@ -89,8 +89,8 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns a function that emits the matmul with zero rows, up to a multiple of PADDED rows. With one scale per part of a row,
-        cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
+        """Returns a function that emits the matmul of padded operands. Rows of zeros are appended, up to a multiple of PADDED rows. With
+        one scale per part of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
         wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
