@@ -156,7 +156,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue.
 
     A wait for a signal blocks a hardware queue, which executes in the order of issue. Several streams may share a queue, or there may be
-    only one (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
+    only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
     receiver has waited for the previous signal.
     """
     signals = [matched for matched in matches if matched.is_signal]

@@ -45,7 +45,7 @@ class BlockWriter(OpRewriter):
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """An attention op, and the all-gathers of its keys and values, which have no other consumer."""
+    """An attention op, and the all-gathers of its keys and values. No other op reads the gathered tensors, except an attention_lse."""
 
     attention: Op
     keys: Op
@@ -66,8 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Yields pairs of an attention op and its attention_lse op or None. The keys and values have no other consumer. Ops with a window,
-    blocks or optional operands are excluded."""
+    """Yields pairs of an attention op and its attention_lse op or None. No other op reads the keys and values. Ops with a window, blocks or
+    optional operands are excluded."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:

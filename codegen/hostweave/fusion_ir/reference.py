@@ -121,7 +121,7 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """Rounds to a dtype, and converts to the dtype that computes."""
+    """Rounds to a dtype, and converts to the dtype in which the reference computes."""
     return cast(array, dtype).astype(computing_dtype(dtype))
 
 

@@ -47,7 +47,7 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if the dtype can represent a Python number. A bool needs dtype bool, and a float a float dtype. An int needs an int dtype with
+    """True if the dtype can represent a Python number. A bool needs dtype bool. A float needs a float dtype. An int needs an int dtype with
     enough bits, or a float dtype and a magnitude below 2^1023."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
@@ -101,7 +101,8 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """Participle that says why a chunk loop cannot iterate over a dim of the result, such as "joined". "" if a loop can."""
+    """Participle that says why a chunk loop cannot iterate over a dim of the result, such as "joined". "" if a loop can iterate over the
+    dim."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

@@ -40,7 +40,7 @@ _EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
-    """Type rule: all operands have one dtype, of one of `kinds` (any if empty). The result has this dtype, or is bool."""
+    """Type rule: all operands have one dtype, of one of `kinds` (any if empty). The result has this dtype, or bool for a comparison."""
 
     def infer(types: Types, op: Op) -> TensorType:
         dtype = same_dtype(types)
@@ -143,14 +143,14 @@ floor_divide = _binary(
 )
 remainder = _binary(
     "remainder",
-    "The remainder of `floor_divide`, with the sign of b. As in NumPy, it is 0 if ints are divided by 0.",
+    "The remainder of `floor_divide`, with the sign of b. As in NumPy, an int divided by 0 gives remainder 0.",
     "hw::remainder({0}, {1})",
     cost=20,
     written="a % b",
 )
 fmod = _binary(
     "fmod",
-    "The remainder of the quotient rounded towards 0, with the sign of a. It is 0 if ints are divided by 0.",
+    "The remainder of the quotient rounded towards 0, with the sign of a. An int divided by 0 gives remainder 0.",
     "hw::fmod({0}, {1})",
     cost=20,
 )

@@ -176,7 +176,7 @@ class Reshape(View):
 
 @dataclass(frozen=True)
 class Permute(View):
-    """The same elements, with other order of dims: dim i is dim `order[i]` of the source."""
+    """The same elements, with the dims in another order: dim i is dim `order[i]` of the source."""
 
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
@@ -216,7 +216,8 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements with another shape. Raises ValueError if no such strides exist, or if symbols hide the strides."""
+    """Strides of the same elements with another shape. Raises ValueError if no such strides exist, or if symbolic sizes do not determine
+    the strides."""
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
     result: list[Size] = []

@@ -123,7 +123,7 @@ class _Insertion(OpRewriter):
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def shard_of(self, made: Op, needed: Layout) -> str:
-        """Emits `made` again, for one shard. Elements depend only on the index, so that a rank needs no communication."""
+        """Emits `made` again, for one shard. Elements depend only on their index, so a rank needs no communication."""
         name = made.result.name
         if (name, needed) not in self.done:
             shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))

@@ -77,7 +77,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or, in a stream block, those of the block."""
+        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or the waits or records in a stream block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
