@@ -1,4 +1,4 @@
-"""Finds matmuls with rows that do not begin and end at multiples of 16 bytes, which cuBLASLt computes much more slowly."""
+"""Finds matmuls with rows that do not begin and end at multiples of 16 bytes. cuBLASLt computes such matmuls much more slowly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

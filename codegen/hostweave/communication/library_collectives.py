@@ -21,7 +21,7 @@ class LibraryCollectives:
         self.b, self.channel = b, b.channel(axes)
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """Emits an all_gather, which always writes this rank's block of `dst`."""
+        """Emits an all_gather. The library writes this rank's block of `dst` even without `wants_own`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
@@ -37,7 +37,7 @@ class LibraryCollectives:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        """Emits a reduction to rank `root`, which all ranks issue."""
+        """Emits a reduction to rank `root`. All ranks issue the reduction."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 

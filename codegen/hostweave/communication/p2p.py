@@ -1,4 +1,4 @@
-"""Algorithm p2p: in each iteration, a rank sends a block to one peer, and receives a block from a peer."""
+"""Algorithm p2p: in an iteration, a rank copies its own block, or sends a block to one peer and receives a block from a peer."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

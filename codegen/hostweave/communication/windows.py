@@ -1,4 +1,4 @@
-"""Moves memory that peers access to windows."""
+"""Moves memory into windows, if peers access this memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -32,8 +32,8 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Yields the allocation of a window of the same size on all ranks. If ranks need different sizes, also yields views: the last view,
-    `name`, is the part that this rank needs."""
+    """Yields the allocation of a window that has the same size on all ranks. If ranks need different sizes, also yields views. The last
+    view, `name`, is the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
@@ -47,8 +47,8 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, even if only an `on` body uses
-    it."""
+    """Moves memory into windows, if peers access the memory, or if a put reads it. All ranks allocate each window, even if only an `on`
+    body uses it."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     roots = roots_of(body, named)

@@ -6,7 +6,7 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """Returns C++ that describes the live ranges of a body's temporaries to the arena. Requires that the body was emitted before."""
+    """Returns C++ that describes the live ranges of a body's temporaries to the arena. The body must already be emitted."""
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)

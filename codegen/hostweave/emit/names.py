@@ -73,7 +73,7 @@ class CppNames:
         return self._given[kind, name]
 
     def _free(self, name: str, apart: Container[str]) -> str:
-        # C++ reserves double and leading underscores; a trailing one marks a member.
+        # C++ reserves double and leading underscores. A trailing underscore marks a member.
         base = re.sub("[^A-Za-z0-9]+", "_", name).strip("_") or "v"
         if _MACROS.fullmatch(base) or base[0].isdigit():  # a size such as 2*M - 1
             base = f"v_{base}"

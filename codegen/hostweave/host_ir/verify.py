@@ -9,7 +9,8 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 
 
 def verify_host(program: ir.HostProgram) -> None:
-    """Raises ProgramError for the first fault of a host program. If the fault is in an instruction, the message has its text."""
+    """Raises ProgramError for the first fault of a host program. If the fault is in an instruction, the message contains the text of the
+    instruction."""
     checker = Checker(program, RULES)
     checker.header()
     for kernel in program.kernels:

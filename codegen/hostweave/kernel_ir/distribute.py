@@ -32,7 +32,7 @@ from hostweave.types.machine import Machine
 
 SMALL = 32  # elements; one thread computes a reduction whose innermost dim is shorter
 TILE = 32  # columns in the tile of a block: hw::kTile
-TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and if a GPU has more multiprocessors than there are tiles
+TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and for at most one tile per multiprocessor
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
@@ -55,6 +55,6 @@ def _of_elements(loops: Loops) -> str:
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):
         return BY_BLOCK
-    # otherwise the last tile would read columns of another block, which may already have overwritten them
+    # a tile that is not full reads columns of another block, which may already have overwritten them
     in_tiles = loops.count.is_int and int(loops.count) % TILE == 0
     return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

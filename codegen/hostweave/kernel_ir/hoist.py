@@ -4,7 +4,7 @@
 
 gets
 
-    outside: %s, %r
+    outside: %m, %s, %r
 
 A thread computes these values once per row, and also the reciprocal of a hoisted f32 divisor. In a pointwise kernel, or if each element of
 a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a concat or pad is not hoisted, because a

@@ -51,7 +51,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
 def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Access (see `Loops`) -> loop index -> stride of the index in the offset."""
+    """For each access (see `Loops`): the stride of each loop index in the offset."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (access, buffer) in zip(named, memory.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Chooses the integer type of linear element indices. 32 bits are used if all indices fit, because a division of 32 bits is faster.
+"""Chooses the integer type of linear element indices: 32 bits if all indices fit, because a division of 32 bits is faster.
 
     keep i in M, j in 63
 

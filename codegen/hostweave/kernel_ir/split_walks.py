@@ -43,7 +43,7 @@ def split_walks(loops: Loops, machine: Machine) -> Loops:
 
 
 def _leads_to(ops: Sequence[Op]) -> dict[str, set[str]]:
-    """Result of an op -> all values on which it depends."""
+    """Maps the result of each op to all values on which the result depends."""
     found: dict[str, set[str]] = {}
     for op in ops:
         found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))

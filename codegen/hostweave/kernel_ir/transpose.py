@@ -8,8 +8,8 @@ gets
 
     distribute: a block transposes a tile
 
-With tiles, reads and writes of global memory are contiguous. The pass orders the dims of `keep`: one result is contiguous along the first
-dim, and all other accesses are contiguous or constant along the last dim.
+With tiles, reads and writes of global memory are contiguous. The pass orders the dims of `keep` so that one result is contiguous along the
+first dim. All other accesses are then contiguous or constant along the last dim.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Widens accesses to contiguous elements to vectors of at most 16 bytes.
+"""Lets threads access contiguous elements as vectors of at most 16 bytes.
 
     %x: bf16 at i * 4096 + j
 

@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from na
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Outputs in the list `outputs`
-    that reuse an input are resharded to its sharding.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In the list `outputs`, a
+    reshard to the input's sharding replaces each output that reuses an input.
 
     Each input needs exactly one qualifying output that no other input uses. An output qualifies if its dtype, mesh and dims are those of
     the input, if the user gave it no other sharding, and if it is computed from the input. If `donate` gives the index of the output, the

@@ -57,10 +57,10 @@ def record(
     written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
-    """Records one op and returns its result. `target` is the result type, or its parts that the user stated.
+    """Records one op and returns its result. `target` is the result type, or the parts of the type that the user stated.
 
-    An op without operands is recorded in the trace of the tensor `beside`, or of the function that is being traced. Messages call such an
-    op `written`. `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
+    An op without operands is recorded in the trace of the tensor `beside`, or of the function that is being traced. Error messages begin
+    with `written`, or with `kind` if `written` is empty. `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
 
     Raises ProgramError if the op is not valid here.
     """

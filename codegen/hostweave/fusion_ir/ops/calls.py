@@ -30,13 +30,13 @@ def stacked(type: TensorType, depth: Size) -> TensorType:
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Carried operand of a repeat -> index of the previous call's result that it reads."""
+    """Maps each carried operand of a repeat to the index of the previous call's result that replaces the operand."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Operand of which call i of a repeat reads tensor i - 1 -> operand that replaces it in call 0."""
+    """Maps each lagged operand of a repeat to the operand that replaces it in call 0. Call i reads tensor i - 1 of a lagged operand."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
@@ -64,8 +64,8 @@ def _first_type(op: Op) -> TensorType:
 def _repeat(types: Types, op: Op) -> TensorType:
     """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
 
-    For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, it gets tensor i - 1, and call 0 gets
-    a replacement from the end of the operand list. An operand in `carried` is for the first call. Each later call gets a result of the
+    For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
+    gets a replacement from the end of the operand list. An operand in `carried` is for the first call. Each later call gets a result of the
     previous call.
     """
     function = op.callee

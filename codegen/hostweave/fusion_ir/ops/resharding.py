@@ -72,7 +72,8 @@ OPS["collective_permute"] = OpDef(
     linear="first",
     makes="permuted",
 )
-# The op `renumber` converts zigzag to rank order, or back. No elements move: only the numbering of blocks changes.
+# The op `renumber` converts zigzag order to rank order, or rank order to zigzag order. No elements move: only the numbering of blocks
+# changes.
 OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_renumbered, is_view=True, makes="renumbered")
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")

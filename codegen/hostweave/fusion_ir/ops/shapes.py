@@ -132,9 +132,8 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes for the result of a reshape with which no element moves to another rank: [8@y,x] becomes [2@y, 4@x]. None if there are no
-    such axes. In each of the two shapes, the last sharded dim must be split evenly. Each rank must hold a single index of every earlier
-    dim."""
+    """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if there are no such axes. In
+    each of the two shapes, the last sharded dim must be split evenly. Each rank must hold a single index of every earlier dim."""
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
     for left, right in groups(x.shape, shape):

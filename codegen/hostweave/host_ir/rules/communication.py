@@ -24,7 +24,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. Checks that all ranks of the channel execute a collective."""
+    """Channel of a communication. If the communication is a collective, checks that all ranks of the channel execute it."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -122,7 +122,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that peers access only memory in windows, and the sizes of src and dst."""
+    """Checks that peers access only memory in windows. Also checks the sizes of src and dst."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")
@@ -137,7 +137,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
 
 
 def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:
-    """Checks that the kernel begins with a collective of its first input, which kernels can compute on this channel."""
+    """Checks that the kernel begins with a collective of its first input, and that kernels support this collective on this channel."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
     term, input, (first, *others) = i.srcs[0], c.kernels[i.kernel].inputs[0], c.kernels[i.kernel].ops

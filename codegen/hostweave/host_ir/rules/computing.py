@@ -133,7 +133,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """Checks that cuBLASLt supports the epilogue for every size."""
+    """Checks the buffers of the epilogue, and that cuBLASLt supports the epilogue."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("at most one buffer and one bias can be added: add the others before")
@@ -168,7 +168,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 
 def _rows_follow(type: BufferType) -> bool:
-    """True if all rows have equal distances in memory, as in one matrix."""
+    """True if the distance in memory between consecutive rows is the same everywhere, as in one matrix."""
     strides = strides_of(type)
     return all(outer == size * inner for outer, size, inner in zip(strides[:-2], type.shape[1:-1], strides[1:-1], strict=True))
 

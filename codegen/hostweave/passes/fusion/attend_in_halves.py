@@ -27,7 +27,7 @@ def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # (value, layout, dim of rows) -> first and second rows. For keys and values: first half of the columns, all columns
+        # (value, layout, dim of rows) -> first and second rows. For keys and values: first half, all
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
@@ -94,7 +94,7 @@ class _Halving(OpRewriter):
             yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 
     def columns(self, name: str) -> tuple[str, str]:
-        """The first half of the columns, and all columns."""
+        """The first half of the keys or values, and all of them."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
@@ -110,7 +110,7 @@ class _Halving(OpRewriter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys or values. The first rows see only the first half of the columns."""
+        """Sums the gradients of the keys or values. The first rows attend only to the first half of the keys."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = self.parts(halves, at, "half")

@@ -1,4 +1,4 @@
-"""Moves a take of few elements before the pointwise op whose result it reads. The pointwise op then computes only these elements.
+"""Moves a take of few elements before the pointwise op whose result the take reads. The pointwise op then computes only these elements.
 
     %logp: f32[M, N] = subtract(%x, %lse)                    # lse: f32[M, 1]
     %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: for indices of other ranks a rank
-reads zeros, which the pointwise op would change.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: a rank reads zeros for indices of
+other ranks, and the pointwise op would change the zeros.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Replaces selects from a stack of values by these values. Also removes the stack, if no op reads the whole stack. Selects that are
+"""Replaces each select from a stack by the selected value. Also removes the stack, if no op reads the whole stack. Selects that are
 returned or streamed stay.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
@@ -36,7 +36,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: Mapping[str, Op]) -> str | None:
-    """The stacked value that a select returns. None if its operand is not a stack."""
+    """The value that a select takes from a stack. None for any other op."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None
