@@ -44,8 +44,8 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package and the programs of another checkout. -S omits the finder of an editable install, which would
-    import this checkout's package."""
+    """Runs this script with the package and the programs of another checkout. The option -S omits the finder of an editable install. This
+    finder would import this checkout's package."""
     path = os.pathsep.join([*(str(checkout / part) for part in ("codegen", "tests")), *sys.path])
     command = [sys.executable, "-S", "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)

@@ -71,7 +71,7 @@ def _linker(folder: Path, compiler: str) -> str:
 
 
 def _libraries() -> str:
-    """Option that links a program without the standard libraries, which takes half of the time. The loader finds their symbols, because
+    """Option that links a program without the standard libraries, to halve the link time. The loader finds the libraries' symbols, because
     the program's runtime library needs them. Empty with GPUs, and if the compiler links the C++ library statically."""
     runtime = next(path for path in INSTALLED if path.suffix == ".so")
     return "-nodefaultlibs" if not gpus() and b"libstdc++.so" in runtime.read_bytes() else ""

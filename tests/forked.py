@@ -115,5 +115,5 @@ if __name__ == "__main__":
     for module in _USED:
         import_module(module)
     import_module("rank_process").program_of("matmul_rs_flat", 2, "cpu")[1].source  # noqa: B018  # prepares compilation
-    gc.freeze()  # otherwise collections would copy the memory of each fork
+    gc.freeze()  # so that garbage collections do not copy the server's memory in each fork
     _become(**_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -45,8 +45,8 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Compares the results of the program with NumPy's. User kernels go through all passes and checks; the interpreter executes ops
-    instead.
+    """Compares the results of the program with NumPy's. User kernels go through all passes and checks; the interpreter executes
+    built-in ops in their place.
 
     A program that is impossible at the sizes of the generator, such as `M/2` if M is 7, is compared at other sizes.
     """

@@ -29,8 +29,8 @@ NAMES = tuple(sorted(_fusions(4)))
 
 
 def golden(name: str, stage: str) -> str:
-    """Golden text of a program for 4 ranks after a pass. If the pass changes nothing, it has no file, and the text is that after the
-    previous pass."""
+    """Golden text of a program for 4 ranks after a pass. A pass that changes nothing has no file. The text is then the text
+    after the previous pass."""
     until = STAGES[: STAGES.index(stage) + 1]
     return next(path for before in reversed(until) if (path := GOLDEN / name / f"{before}.hw").is_file()).read_text()
 

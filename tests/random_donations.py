@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Fusion
 
 
 class Donating(Generator):
-    """Generates programs and blocks that donate some inputs, and that return views of these inputs and of their results."""
+    """Generates programs and blocks that donate some inputs, and that return views of these inputs and of other results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -36,7 +36,7 @@ class Donating(Generator):
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in donated memory, and other results, which are views of inputs, of computed values, or of these results."""
+        """Results in donated memory, and other results: views of inputs, of computed values, or of the results in donated memory."""
         made = list(self.body([*tensors.values()], most, ops))
         taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
         viewed = [*tensors.values(), *made, *taken.values()]
@@ -48,7 +48,7 @@ class Donating(Generator):
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
         made = made if made.type.dims == x.type.dims else made + 0
-        if self.random.random() < 0.4:  # some order of the dims
+        if self.random.random() < 0.4:
             orders = [order for order in itertools.permutations(range(x.ndim)) if self.random.random() < 0.2 or same_shape(x, order)]
             made = hw.permute_dims(made, self.random.choice(orders))
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
@@ -76,7 +76,7 @@ VIEWS: tuple[MakeOp, ...] = (
 
 
 def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Call of a block that donates some inputs. The same argument may be passed to two of them."""
+    """Call of a block that donates some inputs. The same argument may be passed to two of these inputs."""
     assert isinstance(g, Donating)
     other = g.random.choice([t, g.other(values, t)])
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])

@@ -1,5 +1,5 @@
-"""Tests that the programs of benchmarks can be lowered and emitted without a GPU, because CI does not run the benchmarks. All but those of
-`comm` and `overlap` are also checked."""
+"""Tests that the programs of benchmarks can be lowered and emitted without a GPU, because CI does not run the benchmarks. All programs
+except those of `comm` and `overlap` are also checked."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_programs_are_emitted(name: str) -> None:
 
 
 def test_every_benchmark_is_here() -> None:
-    """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs, except `predictions`, which uses programs of others. Benchmarks of
-    PyTorch modules are not in PROGRAMS, because their programs need PyTorch and take minutes."""
+    """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs, except `predictions`, which runs programs of other benchmarks.
+    Benchmarks of PyTorch modules are not in PROGRAMS, because their programs need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
     assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}
 

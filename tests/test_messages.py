@@ -36,7 +36,7 @@ def python_messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def cpp_messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each error that a C++ file throws; {...} joins its parts."""
+    """Line and text of each error that a C++ file throws; {...} joins the parts of a text."""
     text = path.read_text()
     for found in re.finditer(r"throw [\w:]*(?:Error|error|argument)\(((?:[^;\"]|\"(?:[^\"\\]|\\.)*\")*)\);", text):
         parts = re.findall(r'"((?:[^"\\]|\\.)*)"', found[1])

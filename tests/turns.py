@@ -1,4 +1,4 @@
-"""Locks with which GPU tests run together with others, or alone. Tests of the free memory of a GPU, and of time limits, run alone."""
+"""Locks of the GPUs. A GPU test runs together with other tests, or alone. Tests of a GPU's free memory, and of time limits, run alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def alone() -> None:
 
 
 def _take(lock: TextIO, kind: int) -> None:
-    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`, so they do not overtake it."""
+    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`, so they do not overtake the first
+    test."""
     with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, kind)

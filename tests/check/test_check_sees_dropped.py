@@ -118,7 +118,7 @@ def steps_of_python(divide: Callable[[], Pieces]) -> int:
 
 
 def test_dividing_more_rows_takes_no_more_steps() -> None:
-    """The number of executed lines does not depend on the number of rows, because the check also uses large sizes, for example above a
+    """The number of executed lines must not depend on the number of rows, because the check also uses large sizes, for example above a
     threshold of a condition."""
 
     def divided(rows: int) -> Pieces:
@@ -129,7 +129,7 @@ def test_dividing_more_rows_takes_no_more_steps() -> None:
 
 
 def test_dividing_many_rows_takes_less_than_a_second() -> None:
-    """A former defect: np.unique took 1.4 s, because it does not use that the cuts of each access are in order."""
+    """A former defect: np.unique took 1.4 s, because it sorts all cuts. The cuts of each access are already in order."""
     count = 2**18
     regions = frozenset({(0, (), 32 * count), (0, ((count // 2, 64),), 24), *((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24))})
     before = time.thread_time()

@@ -45,8 +45,8 @@ def test_names_output_rank_and_element() -> None:
 @pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
-    """The sum of differences to the mean is 0 in the finite field. The check therefore also sets the sum's f64 value to 0, so that its
-    inverse is infinite for every order of addition."""
+    """The sum of differences to the mean is 0 in the finite field. The check therefore also sets the sum's f64 value to 0, so that the
+    inverse of the sum is infinite for every order of addition."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 
-SIZE = 72  # a multiple of the number of ranks of all these meshes
+SIZE = 72  # a multiple of the number of ranks of each mesh
 
 
 def some_ranks(draw: random.Random, world: Mesh) -> Mesh:

@@ -65,8 +65,8 @@ def test_source_that_cannot_be_read() -> None:
 
 
 def test_lines_that_moved_are_the_same_program(tmp_path: Path) -> None:
-    """The cache key of a program is its IR. The cache key of an object is its source without the text of comments, but with their number
-    of lines."""
+    """The cache key of a program is its IR. The cache key of an object is its source, in which comments keep their lines but not
+    their text."""
     first, second = (program(tmp_path, (*before, "a = hw.relu(x)")) for before in ((), ("import math", "import math")))
     assert str(first) == str(second)
     texts = [render(host)["program.cpp"] for host in (first, second)]

@@ -43,7 +43,7 @@ def _numbered(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _shared_out(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Subtracts from twice a value its sum over a dim, which may have one element per rank."""
+    """Subtracts the sum of a value over a dim from twice the value. The dim may have one element per rank."""
     axis = g.random.randrange(t.ndim or 1)
     return g.resharded(t) * 2 - hw.sum(g.resharded(t), axis, keepdims=True)
 

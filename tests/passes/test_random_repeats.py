@@ -3,7 +3,8 @@
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded; some calls take the weight
 of another call. Calls may also take a cache each, which may be donated. Some calls return additional results, and some values between calls
 are returned or used again. Another block may then be called once for each earlier call, usually in reverse order, as in a backward pass.
-Each of its calls takes the result of its previous call, and the input or the result of the earlier call, or both.
+Each call of this block takes the result of the block's previous call. It also takes the input of an earlier call, the result of that call,
+or both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of models of transformers, and of a module of DTensors. torchrun starts it, on GPUs if there are any.
+"""One rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there are any.
 
 For each model, the process prints a line if the results equal torch's on one device.
 

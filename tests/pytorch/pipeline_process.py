@@ -1,4 +1,4 @@
-"""One rank of a pipeline. torchrun starts it, on GPUs if there are any.
+"""One rank of a pipeline. torchrun starts this script. The rank uses a GPU if there are any.
 
 The rank trains its stage with torch's optimizer, and with steps that are one program. It compares the stage with the same layers of a model
 that torch trains on one device.
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype, in_program: bool) -> None:
-    """Compares losses, gradients and parameters of steps of AdamW: on the stage of this rank, and by torch on all stages.
+    """Takes steps of AdamW on the stage of this rank, and by torch on all stages. Compares losses, gradients and parameters.
 
     If `in_program`, the program includes the optimizer's step, and clips the gradients of all stages.
     """

@@ -62,7 +62,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.usefixtures("interpreted")
 def test_attention_of_rotated_queries(has_window: bool) -> None:
-    """Former defects: attention was decomposed, and its gradient refused. A view of its result was refused."""
+    """Former defects: attention was decomposed. Its gradient, and a view of its result, were refused."""
     module = Attention(has_window)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (X,), training=True)
     assert "attention(" in model.program.fusion_ir

@@ -160,7 +160,7 @@ class OfMatrix(torch.nn.Module):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_results_are_laid_out_as_by_torch(name: str) -> None:
-    """A former defect: after an op that is decomposed, `as_strided` read other elements, and `view` was refused."""
+    """A former defect: after an op that is decomposed, `as_strided` read wrong elements, and `view` was refused."""
     module = OfMatrix(LAYOUTS[name])
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (SQUARE,), training=True)
     made, want = model(SQUARE), module(SQUARE)
@@ -173,7 +173,7 @@ def test_results_are_laid_out_as_by_torch(name: str) -> None:
 class OfSamples(torch.nn.Module):
     """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
 
-    The covariance of two samples is singular. The check uses small sizes, so programs with more samples have few samples in the check.
+    The covariance of two samples is singular. The check uses small sizes, so it checks a program of many samples with only a few samples.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class OfSamples(torch.nn.Module):
 
 
 def test_the_check_accepts_matrices_that_are_singular() -> None:
-    """Ranks sum the covariance in another order, so rounding errors in its pivots differ."""
+    """The ranks add the terms of a covariance in a different order, so the pivots have different rounding errors."""
     torch.manual_seed(0)
     x, module = torch.randn(2, 5, 3), OfSamples()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"x": "tp, -, -"}, (x,), training=True)

@@ -1,6 +1,6 @@
 """Scripts as users start them: the examples, and one process per rank, with gloo on the CPU and NCCL on GPUs.
 
-On the CPU, most processes are forks of one that has imported torch, because an import takes 4 seconds.
+On the CPU, most processes are forks of a process that has imported torch, because an import takes 4 seconds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 
 class Of(nn.Module):
-    """Calls a function with this module, its linear of x, and x. The function may return a parameter, the buffer or the plain tensor."""
+    """Calls a function with this module, the linear result, and x. The function may return a parameter, the buffer or the plain tensor."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -139,7 +139,7 @@ class Sized(nn.Module):
 
 
 def test_a_view_whose_size_depends_on_a_tensor_is_refused() -> None:
-    """A captured call returns the same view each time, so its size must not depend on values."""
+    """A captured call returns the same view each time, so the view's size must not depend on values."""
     with pytest.raises(ProgramError, match=r"^test_shared_results.py:\d+: a size depends on a tensor, .*; use a fixed size"):
         hostweave.torch.compile(Sized(), hw.Mesh(tp=1), {}, (torch.ones(4, 4), torch.tensor(2)))
 

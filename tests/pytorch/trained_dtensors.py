@@ -35,7 +35,7 @@ class Broken(Loss):
 
 
 def joined() -> tuple[hw.Group, torch.device]:
-    """Joins torch's process group, and a group of Hostweave that uses its store. Returns Hostweave's group, and the device of this
+    """Joins torch's process group, and a group of Hostweave that uses torch's store. Returns Hostweave's group, and the device of this
     rank."""
     on_gpus = torch.cuda.is_available()
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")

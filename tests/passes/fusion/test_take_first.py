@@ -1,5 +1,5 @@
-"""The pass take_first: if only few elements of a pointwise op are used, they are taken from its operands, so the whole result is not
-written."""
+"""The pass take_first: if only few elements of a pointwise op's result are used, the pass takes these elements of the operands. The whole
+result is then not written."""
 
 from __future__ import annotations
 

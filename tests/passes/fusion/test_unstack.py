@@ -36,7 +36,7 @@ def test_programs_that_the_pass_does_not_change(body: str) -> None:
 
 
 def test_a_variance_takes_two_all_reduces() -> None:
-    """A variance over a dim that two axes split, and over two dims, takes two all-reduces, also if it is computed from means of means."""
+    """A variance takes two all-reduces in each case: over a dim that two axes split, over two dims, and as a mean of means."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=2), x=hw.f32["M@x", "N@y"], z=hw.f32["M", "N@y,x"])
     def f(x, z):

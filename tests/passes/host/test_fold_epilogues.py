@@ -44,7 +44,7 @@ PRODUCT = "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h"
 BIAS, PLUS = "%h: {t}[M, N], %b: {t}[N]", "%h: {t}[M, N], %r: {t}[M, N]"
 BOTH, ALONE = "%h: {t}[M, N], %b: {t}[N], %r: {t}[M, N]", "%h: {t}[M, N]"
 
-# The inputs of a kernel, its ops, and the matmul that computes all of them in its epilogue.
+# For each name: the inputs and the ops of a kernel, and the epilogue of the matmul that computes all these ops.
 WHOLE = {
     "a bias": (BIAS, ["y = add(%h, %b)"], "bias %b"),
     "a bias on the left": (BIAS, ["y = add(%b, %h)"], "bias %b"),
@@ -71,7 +71,7 @@ def test_kernels_that_are_folded_completely(name: str, dtype: str) -> None:
     assert folded(before) == (str(before) if is_inexact else after)
 
 
-# The inputs of a kernel and its ops. No epilogue can compute all ops. An epilogue of the first op alone would save no bytes.
+# For each name: the inputs and the ops of a kernel. No epilogue can compute all ops. An epilogue of the first op alone would save no bytes.
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),

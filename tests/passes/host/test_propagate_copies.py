@@ -83,7 +83,7 @@ STAYS = {
 
 
 def program(step: str) -> HostProgram:
-    """Program of three iterations on three ranks, which then adds the data that was received in %l."""
+    """A program that runs three iterations on three ranks, and then adds the data that was received in %l."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)

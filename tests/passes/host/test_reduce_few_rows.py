@@ -1,4 +1,4 @@
-"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. The results are those of two kernels."""
+"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. Results are those of two kernels."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
-    """A former defect fused the second of three consecutive sums with both other sums, and its result was lost."""
+    """A former defect fused the second of three consecutive sums with both other sums, and the result of the second sum was lost."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

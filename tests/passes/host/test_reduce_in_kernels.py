@@ -70,7 +70,7 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
 
 
 def test_a_consumer_that_reads_the_block_is_not_fused() -> None:
-    """A kernel that gathers its input reads it only as the blocks of all ranks. An op that reads the rank's own block stays outside."""
+    """A kernel that gathers its input reads only the gathered blocks. An op that reads the rank's own block stays outside the kernel."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])
     def beside(n: Any) -> Any:
@@ -111,7 +111,8 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
 
 
 def test_a_kernel_that_gathers_does_not_also_send() -> None:
-    """The kernel between a gather and a reduce-scatter does one of the two exchanges. It would otherwise read rows that nothing gathers."""
+    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both, it would read rows that nothing
+    gathers."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["6@x", 64], scale=hw.f32["2@x", 1, 1])
     def exchanges(n: Any, scale: Any) -> Any:

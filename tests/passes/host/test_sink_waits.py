@@ -1,4 +1,4 @@
-"""The pass sink_waits: where the caller's stream waits for a loop, and which instructions can run before."""
+"""The pass sink_waits: where the caller's stream waits for a loop, and which instructions can run before this wait."""
 
 from __future__ import annotations
 

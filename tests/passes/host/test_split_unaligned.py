@@ -1,4 +1,4 @@
-"""The pass split_unaligned: sizes that are no multiples of 16 bytes give an aligned matmul and a small matmul, with the same results."""
+"""The pass split_unaligned: a matmul with unaligned sizes is split into an aligned matmul and smaller matmuls. Results do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass transpose_beside: which transposed copies of a result are written by the kernel that computes it."""
+"""The pass transpose_beside: which transposed copies of a result are written by the kernel that computes the result."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
 
 
 def test_a_replicated_value_is_not_copied_to_a_mesh_of_its_ranks() -> None:
-    """If a replicated value moves to a mesh of some of its ranks, nothing is copied. If the new mesh shards it, each shard is a view."""
+    """A replicated value that moves to a mesh of some of its ranks is not copied. If the new mesh shards the value, a shard is a view."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
           %t: f32[M@x, K] {ON_B} pinned = reshard(%x)
