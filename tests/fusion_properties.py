@@ -57,7 +57,7 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
         host = checked(plain, options)
     if not host:
         return False
-    others = sizes_to_check(host)
+    others = [sizes for sizes in sizes_to_check(host) if max(sizes.values(), default=0) <= 4096]  # larger arrays may not fit in memory
     for sizes in (generator.sizes, *(others[(seed + i) % len(others)] for i in range(len(others)))):
         generator.sizes |= sizes
         if computes_at(generator, host, plain, options, seed):

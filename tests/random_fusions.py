@@ -419,4 +419,37 @@ def wider(seed: int) -> Generator:
     return generator
 
 
+def _exchanged(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """All-gather, reduce-scatter or all-reduce of a few elements, next to pointwise ops."""
+    t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
+    rows, columns = t.shape
+    axis, size = g.random.choice(g.mesh.axes)
+    own, whole = hw.reshard(t, f"{rows}@{axis}", columns), hw.reshard(t, rows, columns)
+    gathered = hw.reshard(own * 2, rows, columns)
+    kind = g.random.choice(["gather", "split", "product", "sum", "sum"])
+    if kind in ("gather", "split"):
+        return gathered if kind == "gather" else own
+    if kind == "product":
+        terms = hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(hw.minimum(t.T, 1), f"{columns}@{axis}", rows)
+    else:
+        factors = hw.reshape(hw.astype(hw.arange(size), t.dtype) - 1, size, 1, 1)
+        read = hw.expand_dims(g.random.choice([whole, gathered]), 0)
+        terms = hw.sum(hw.reshard(read * factors, f"{size}@{axis}", rows, columns), 0)
+    return hw.reshard(g.random.choice([terms, terms * 2]), g.random.choice([rows, f"{rows}@{axis}"]), terms.shape[1])
+
+
+def exchanging(seed: int) -> tuple[Generator, Fusion]:
+    """Generator and program of small f32 matrices on one mesh. Kernels do most of their collectives."""
+    g = Generator(seed)
+    g.meshes, g.dtype = [g.mesh], hw.f32
+    add, limit = (lambda g, values, t: t + g.other(values, t)), (lambda g, values, t: hw.maximum(t, 1))
+    ops: list[MakeOp] = [*[_exchanged] * 4, add, limit, turned, cut]
+    inputs = {f"x{i}": g.input(g.random.sample(["M", "N", 4, 8], 2)) for i in range(g.random.randint(1, 2))}
+
+    def exchanging(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return g.body(list(tensors.values()), 8, ops)
+
+    return g, hw.fusion(mesh=g.mesh, **inputs)(exchanging)
+
+
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)

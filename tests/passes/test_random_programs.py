@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fusion_properties import IGNORED, checked, compare, computes, parts, without_kernels
-from random_fusions import GATHERING, SCATTERING, SUMMING, Generator, collided, in_groups, of_sums, turned_in_a_loop, wider
+from random_fusions import GATHERING, SCATTERING, SUMMING, Generator, collided, exchanging, in_groups, of_sums, turned_in_a_loop, wider
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
@@ -50,10 +50,6 @@ def test_wider_programs(seeds: range) -> None:
 NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # occur only in handwritten host programs and in timelines
 NOT_MADE |= {"Attention", "AttentionBackward"}  # covered by the tests of attention, because results are not exact
 NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # covered by test_random_routings
-NOT_MADE |= {
-    "LaunchAllReduce",
-    "LaunchReduceScatter",
-}  # covered by test_random_ops.py; impossible for f64 and i64, which these programs use
 
 
 @pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
@@ -73,16 +69,22 @@ def test_random_routings(seeds: range) -> None:
     assert made >= {"grouped_matmul", "grouped_outer"}
 
 
+@pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_collectives_in_kernels(seeds: range) -> None:
+    assert all(computes(*exchanging(seed), seed) for seed in seeds)
+
+
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs_have_every_instruction_and_algorithm() -> None:
     """The random programs contain every algorithm, and every instruction that is not in NOT_MADE, so that a defect in any of them can be
     found."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
-    missing: set[str | None] = {None, *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
-    for seed in range(SEEDS):
-        fusion = Generator(seed).fusion()
+    missing: set[str | None] = {None, "sent_on", *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
+    for fusion in (one for seed in range(SEEDS) for one in (Generator(seed).fusion(), exchanging(seed)[1])):
         with contextlib.suppress(ProgramError):
-            made = {type(i).__name__ for body in bodies(lower(fusion, Options())) for i in tree.walk(body.body)}
+            instructions = [i for body in bodies(lower(fusion, Options())) for i in tree.walk(body.body)]
+            made = {type(i).__name__ for i in instructions} | {"sent_on" for i in instructions if isinstance(i, ir.Launch) and i.sent_on}
             assert not made & NOT_MADE
             missing -= made | {op.result.stream.algorithm for op in fusion.ops if op.result.stream}
         if not missing:
