@@ -16,7 +16,7 @@ cudaError_t load_packing();
 cudaError_t place_sequences(const PackedSequences& packed, cudaStream_t stream);
 cudaError_t fill_outside(const OutsideSequences& outside, cudaStream_t stream);
 
-bool has_sums();  // false if they were not compiled, because nvcc was missing
+bool has_sums();  // false if add_rows was not compiled, because nvcc was missing
 cudaError_t add_rows(const AddedRows& rows, cudaStream_t stream);
 
 }  // namespace hw

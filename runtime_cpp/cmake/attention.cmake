@@ -1,4 +1,5 @@
-# Attention, and its kernels for one dtype and head size, such as attention_bf16_64. The first program that needs a target defines it.
+# Attention, and its kernels for one dtype and head size, such as attention_bf16_64. The first program that needs a target
+# defines the target.
 set(hostweave_attention_folder "${CMAKE_CURRENT_LIST_DIR}/../attention")
 
 function(hostweave_attention program)

@@ -133,7 +133,8 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// Executes one request across processes: sends to the peers, receives from them, and then reduces the received data.
+// Executes one request across processes: sends data to the peers, receives data from the peers, and then copies or reduces the
+// data.
 class Exchange {
  public:
   Exchange(const Request& request, std::string issued_as, int rank, int size)

@@ -51,7 +51,7 @@ void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outpu
       return reduce(sum, [ranks = static_cast<A>(inputs.size())](A a) { return static_cast<A>(a / ranks); });
     case ncclProd:
       return reduce([](A a, A b) { return static_cast<A>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b)); }, same);
-    // Propagates NaN.
+    // ncclMax and ncclMin propagate NaN.
     case ncclMax:
       return reduce([](A a, A b) { return a > b || a != a ? a : b; }, same);
     case ncclMin:

@@ -107,7 +107,7 @@ void finish(const Gemm& g, const Operand& d) {
   }
 }
 
-// All matrices have the compute type.
+// Runs a GEMM whose matrices all have the compute type.
 template <class T>
 void run_plain(const Gemm& g) {
   if (g.beta != 0 && g.c.at != g.d.at) {

@@ -305,7 +305,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
   add_ranges(op->ranges, d, ld, true);
   if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(ld.type)));
-  // cuBLASLt may use the whole workspace, so concurrent matmuls must not share one.
+  // cuBLASLt may use the whole workspace, so concurrent matmuls must not share a workspace.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
   const int chosen = algorithm ? static_cast<int>(algorithm->data[0] % kMostAlgorithms) : 0;
   op->work = [g, la, lb, lc, ld, chosen] {

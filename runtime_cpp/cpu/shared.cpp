@@ -62,7 +62,7 @@ bool Traffic::done() const {
 struct SharedGroup::Segment {
   struct Seat {
     alignas(kLine) std::atomic<std::uint32_t> bell;  // incremented when something changes for this rank
-    std::atomic<std::int32_t> device;                // device + 1
+    std::atomic<std::int32_t> device;                // device + 1; 0 until the rank has joined
   };
   std::uint64_t token;
   std::atomic<std::int32_t> size;  // set by the first rank

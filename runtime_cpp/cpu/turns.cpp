@@ -161,7 +161,7 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  if (round_started_) turn_ = &me;  // the last thread to attach asks the picker, in the next line, for the first turn
+  if (round_started_) turn_ = &me;  // for the last thread to attach, the next line asks the picker for the first turn
   wait(lock, "its first turn", [] { return true; });
 }
 

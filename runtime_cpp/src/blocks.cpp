@@ -41,7 +41,7 @@ Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number,
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
   const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;
-  size_t inner = 0, outer = 0;  // the last split dim, and the one before
+  size_t inner = 0, outer = 0;  // the last split dim, and the split dim before it
   for (size_t i = 0; i < dims.size(); ++i) {
     blocks *= dims[i].blocks;
     if (dims[i].blocks > 1) outer = std::exchange(inner, i);

@@ -112,7 +112,7 @@ void free_shared(void* data) {
 
 MemoryCard with_memory(MemoryCard card, void* data) {
   card.data = data;
-  // No IPC handle, as for mapped memory: other processes then cannot open it.
+  // If there is no IPC handle, as for mapped memory, other processes cannot open the memory.
   if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();
   return card;
 }

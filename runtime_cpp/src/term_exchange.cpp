@@ -36,7 +36,7 @@ struct TermExchange::Shared {
   DeviceMemory gathered;
   const void* sent = nullptr;  // blocks that a kernel has sent, and whose reduce-scatter is not launched yet
 
-  // The resources of a channel, which live as long as the rank.
+  // Returns the resources of a channel. They live as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
     Handle& handle = rank.handle(("terms of " + std::to_string(reinterpret_cast<uintptr_t>(&channel))).c_str());
     if (!handle.handle) handle = {new Shared, [](void* shared) { delete static_cast<Shared*>(shared); }};
@@ -72,7 +72,7 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 
 }  // namespace
 
-// The memory is never freed, because peers may still have it open.
+// The landing memory is never freed, because peers may still have opened it.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t packets = sizeof(Packet) * 2 * channel.size() * kPackets;
   const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * kParts;

@@ -48,7 +48,8 @@ def x_of(rank: int) -> np.ndarray:
 
 
 def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
-    """For every rank of a new group of threads, the result of `function(rank)`, or the ArgumentError or ExecutionError that it raises."""
+    """Returns, for every rank of a new group of threads, the result of `function(rank)`. If the function raises an ArgumentError or
+    ExecutionError, returns the error instead."""
     provider = hw.Threads(count)
 
     def call(rank: int) -> Any:

@@ -68,7 +68,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
     """Number of bytes that all ranks together copy in one call."""
-    shared(ranks)  # compiles the program here, because otherwise each thread would
+    shared(ranks)  # compiles the program here, because otherwise each thread would compile it
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -87,7 +87,7 @@ def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
 
 def test_in_random_schedules() -> None:
     """Several calls are in flight while windows are written and freed."""
-    shared(3)  # compiles the program here, because otherwise each thread would
+    shared(3)  # compiles the program here, because otherwise each thread would compile it
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:

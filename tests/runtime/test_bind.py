@@ -143,7 +143,7 @@ def test_threads_share_a_bound_program() -> None:
 
 
 def test_calls_of_threads_of_one_rank_are_ordered() -> None:
-    """Calls of several threads for the same rank run one after another, also the first calls, whose sizes differ."""
+    """Calls of several threads for the same rank run one after another, even the first calls, which have different sizes."""
     program, wrong = affine_on(1), []
     bound = program.bind(w=W, b=B)
     group = hw.init(group="of threads that take turns")

@@ -24,7 +24,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_between_calls(ranks: int) -> None:
-    """Replays two graphs of one program with new inputs. Calls of the program in between also have larger sizes."""
+    """Replays two graphs of one program with new inputs. Between replays, calls of the program have other sizes."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -187,7 +187,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
-    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays in its first five calls."""
+    """NCCL requires that either all ranks capture a collective, or no rank does. One rank passes new arrays in its first five calls."""
     program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)

@@ -151,8 +151,8 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """The watchdog detects that a launch by the application does not end, although the program is not called. The waiting time counts from
-    the moment at which the watchdog first sees the waiting launch, even if the watchdog has not read the program's progress before."""
+    """If a launch by the application does not end, the progress has a waiting time, although the program is not called. The time counts
+    from the first reading of the progress during the launch, even if the progress was never read before."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -183,7 +183,7 @@ def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """Rank 1 launches its graph too late. Until then, the recorded progress of rank 0 names a line that waits. The test covers the first
+    """Rank 1 launches its graph too late. Meanwhile, the recorded position of rank 0 names the line that waits. The test covers the first
     launch, the second launch, and a launch after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]

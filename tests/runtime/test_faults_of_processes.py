@@ -131,7 +131,7 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
 
 def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
     """A rank that closes its group tells the other ranks before it frees its channels. NCCL may block until the other ranks abort their
-    channels, and they do so only after the message."""
+    channels, and the other ranks do so only after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -179,8 +179,8 @@ class Silent(MemoryStore):
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -> None:
-    """If rank 0 is stopped, its call becomes overdue at about the time at which its store stops answering. The error then names the call if
-    it is overdue, and otherwise the store."""
+    """If rank 0 is stopped, its call becomes overdue at about the time at which its store stops answering. The error names the call if the
+    call is overdue, and otherwise the store."""
     store, program, reasons, both = Silent(), hw.compile(twice), queue.Queue[str](), threading.Barrier(2)
 
     class Local:

@@ -1,6 +1,6 @@
 """Reports of hangs: for every rank and stream, the last finished and the first unfinished line, and what the stream waits for.
 
-The programs have a fault in their C++ that one rank executes if the weight is 99.
+Most tests insert a fault into the C++ of a program. Only rank 2 executes the fault.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """The program with `fault` inserted before a line of its C++. If the fault opens a block, the block contains the line."""
+    """Returns the program with `fault` inserted before a line of its C++. A fault such as `if (...)` makes that line conditional."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -115,7 +115,7 @@ class Processes:
             process.communicate()
 
     def said(self, rank: int) -> tuple[str, str]:
-        """Output of a rank on stdout and stderr, after it has ended."""
+        """Waits until the rank has ended, and returns its output on stdout and on stderr."""
         return self.processes[rank].communicate(timeout=120)
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
 def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
-        time.sleep(6)  # until the rank waits in its call; its fault lasts for 20 seconds
+        time.sleep(6)  # until rank 1 waits in its call; the fault of rank 2 lasts for 20 seconds
         ranks.processes[1].send_signal(signal.SIGINT)
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report
@@ -204,7 +204,7 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
-    """The report also has lines of the streams of a graph, both for the first and for the second launch."""
+    """The report also has lines of the streams of a graph."""
     with Processes(tmp_path, "two_sided", RECV, "", limit=3, never=True, captured=True) as ranks:
         _, report = ranks.said(0)
     assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (

@@ -186,8 +186,7 @@ def test_init_again() -> None:
 
 
 def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing a program waits for no other rank: rank 3 frees unrelated programs while the other ranks wait for it to create
-    channels."""
+    """Rank 3 frees unrelated programs while the other ranks wait for rank 3 to create channels."""
     one = hw.init(Here(), "one")
     called, run = hw.compile(alone), hw.compile(alone)
     garbage = [called, run, called(X, group=one), run.run(x=X)]
@@ -273,7 +272,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group.close()
 
 
-BYTES = np.zeros(1024, np.uint8)  # memory of which the arrays of a call are slices
+BYTES = np.zeros(1024, np.uint8)  # the arrays of a call are slices of this memory
 
 
 def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:

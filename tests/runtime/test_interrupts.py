@@ -30,7 +30,8 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """Sends the signal to the process, as Jupyter does, or to its process group, which includes compilers, as a terminal does."""
+    """Interrupts work in another process. With "process", the signal goes only to that process, as from Jupyter. With "group", the signal
+    also goes to its compilers, as from a terminal."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = run(command, env=environment(), timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr

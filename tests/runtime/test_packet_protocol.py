@@ -1,4 +1,4 @@
-"""The protocol of packets and flags in hostweave/terms.h, as a model: every order of events."""
+"""Model of the protocol of packets and flags in hostweave/terms.h. Tests every order of events."""
 
 from __future__ import annotations
 

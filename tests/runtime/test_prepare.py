@@ -1,4 +1,4 @@
-"""`program.prepare`: afterwards, calls of many sizes in any order neither plan nor allocate. The number of plans is limited."""
+"""After `program.prepare`, calls of many sizes in any order make no plans and allocate nothing. The number of plans is limited."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])
 def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
-    """After `prepare`, calls make no plans, do not allocate, and no memory grows."""
+    """After `prepare`, calls make no plans and do not allocate, and the memory of the process does not grow."""
     program, threads = mlp_on(ranks), hw.Threads(ranks)
     order = [int(rows) for rows in np.random.default_rng(1).integers(1, sizes + 1, calls)]
 

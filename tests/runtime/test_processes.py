@@ -33,11 +33,11 @@ ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs w
 
 @dataclass(frozen=True)
 class Place:
-    """Target, programs and numbers of the processes. By default only few programs run on CPUs, to limit the time."""
+    """Target, programs and numbers of ranks of a test."""
 
     target: str
     programs: str
-    ranks: int  # number of ranks that run all programs
+    ranks: int  # number of ranks that run the programs
     killed: int  # number of ranks in tests that kill a rank
     trials: int  # repetitions
 
@@ -171,7 +171,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
 
 @pytest.fixture
 def nothing_left_over() -> Iterator[None]:
-    """Tests that no shared memory of NCCL and of Hostweave is left. Memory of living processes, such as other tests, is ignored."""
+    """Tests that no shared memory of NCCL or Hostweave is left. Memory of living processes, such as other tests, is ignored."""
     before = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10
@@ -208,8 +208,8 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """Other ranks get an error, and form a new group. Each rank keeps its graphs until it exits, so NCCL destroys no communicators
-    before."""
+    """Other ranks get an error, and form a new group. Each rank keeps its graphs until it exits, so NCCL destroys no communicator before
+    the exit."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
@@ -219,7 +219,7 @@ def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, 
 @pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
 def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
-    """If a rank ends, the other ranks do not wait for `call_timeout`, even if the store was in that rank's process."""
+    """If a rank ends, the other ranks do not wait for `call_timeout`, even if the store was in the process of the rank that ended."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]

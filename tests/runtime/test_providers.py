@@ -41,7 +41,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
 
 
 def in_threads(count: int, function: Any) -> list[Any]:
-    """For every rank, the result of `function(rank)`, or the exception that it raises."""
+    """Returns, for every rank, the result of `function(rank)`, or the exception that the function raises."""
     results: list[Any] = [None] * count
 
     def call(rank: int) -> None:

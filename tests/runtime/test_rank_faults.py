@@ -32,7 +32,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """Runs `fault` on all ranks, and tests that their group works afterwards. Returns the exception of each rank."""
+    """Runs `fault` on all ranks, and tests that their group works afterwards. Returns the error message of each rank."""
 
     def rank(rank: int) -> Any:
         try:

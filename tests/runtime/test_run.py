@@ -304,7 +304,7 @@ def test_ctrl_c(broken) -> None:
     assert works()
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported JAX
 def test_a_forked_process_cannot_run_programs() -> None:
     assert works()
     read, write = os.pipe()
@@ -405,7 +405,7 @@ def test_objects_that_are_not_arrays() -> None:
 
 @pytest.mark.extra("jax")
 def test_an_array_of_jax_that_was_deleted() -> None:
-    """The error for an array that JAX has deleted because it was passed with donate_argnums."""
+    """The error for an array that JAX has deleted because the array was passed with donate_argnums."""
     jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
     program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
     x.delete()

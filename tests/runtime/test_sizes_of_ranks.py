@@ -47,9 +47,9 @@ number = group.exchange.number
 for _ in range(3):
     call(program, 2)
 assert group.exchange.number == number
-said(lambda: call(program, 4 + rank))  # both are new
+said(lambda: call(program, 4 + rank))  # both sizes are new
 said(lambda: call(program, 3, columns=5 + rank))
-said(lambda: call(program, 7 - rank))  # of 13 rows, without sizes=
+said(lambda: call(program, 7 - rank))  # blocks of 13 rows, without sizes=
 said(lambda: call(program, 7, sizes={"M": 13 + rank, "K": 3}))
 said(lambda: call(program, 2 - rank, sizes={"M": 3, "K": 3}))
 said(lambda: program.prepare({"M": 6 + 2 * rank, "K": 3}))
@@ -62,7 +62,7 @@ other = hw.compile(gathered, options=options)
 said(lambda: other(np.ones((2, 3), np.float32), np.ones(3, np.float64 if rank else np.float32)))  # a wrong array at the first call
 said(lambda: call(other, 2))
 started = time.monotonic()
-said(lambda: call(program, 5 if rank else 4))  # is new on rank 1 alone
+said(lambda: call(program, 5 if rank else 4))  # the size is new only on rank 1
 assert time.monotonic() - started < 10
 """
 
@@ -93,7 +93,7 @@ for number in range(60):
         assert result[:, 0].tolist() == [1] * rows + [2] * rows
     except HostweaveError as error:
         assert wrong is not None, error
-        if wrong is not None:  # as after a rank that raised alone
+        if wrong is not None:  # as an application does after only one rank has raised
             failures += 1
             group.close()
             group, captured = anew(0, call_timeout=30), {}

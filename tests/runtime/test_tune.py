@@ -36,7 +36,7 @@ def runs() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def several_algorithms() -> Iterator[None]:
-    """Gives the CPU device several algorithms, of which the last is the fastest."""
+    """Gives the CPU device several algorithms. The last algorithm is the fastest."""
     DEVICE.hw_cpu_set_algorithms(3)
     yield
     DEVICE.hw_cpu_set_algorithms(1)

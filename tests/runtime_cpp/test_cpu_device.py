@@ -1,4 +1,4 @@
-"""Tests the CPU device with C++ programs that use it like generated programs."""
+"""Tests the CPU device with C++ programs that call the device as generated programs do."""
 
 import os
 import re
@@ -110,7 +110,10 @@ DROPPED = [f"{what}={stream}" for what in ("fork", "join") for stream in range(4
 @pytest.mark.parametrize("dropped", DROPPED)
 def test_dropped_wait_gives_wrong_answers(device: Device, dropped: str, ordered: int) -> None:
     outcome, _ = ag_matmul(device, 4, "mixed", "0", "40", dropped, f"ordered={ordered}", "check=0")
-    redundant = ordered == 1 and dropped in ("fork=2", "fork=3")  # streams 0 and 1 already order the communicator
+    redundant = ordered == 1 and dropped in (
+        "fork=2",
+        "fork=3",
+    )  # the communicator's ops on streams 2 and 3 follow its ops on streams 0 and 1
     assert (outcome["wrong"] > 0) != redundant
 
 

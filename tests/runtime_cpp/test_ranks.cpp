@@ -117,7 +117,7 @@ struct Ranks {
 
 hw::Array array_of(float* data, int device) { return {data, kCount * sizeof(float), device}; }
 
-// A call of each rank on host arrays.
+// `count` calls of each rank on host arrays.
 struct Calls {
   std::vector<float> x, y;
   std::array<std::vector<hw::StagedCalls::Call>, kRanks> of_rank;
@@ -199,7 +199,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   OK(cudaSetDevice(0));
 }
 
-// Exit status of a process that exits while it creates a channel of `ranks` ranks, of which only one exists.
+// Exit status of a process that exits while it creates a channel of `ranks` ranks. Only one of the ranks exists.
 int status_after_a_channel(int ranks) {
   const pid_t child = fork();
   if (child == 0) {

@@ -1,4 +1,4 @@
-"""Behaviour that depends on a transport is defined by the transport object: programs with a new transport, and with two transports."""
+"""Programs with a new transport, and with two transports. The transport object defines all behaviour that depends on a transport."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Picker {
 
   Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
   std::size_t pick(const std::vector<Candidate>& candidates);
-  // Gives a candidate the lowest priority: one that polls, so that others run, or one at a priority change.
+  // Gives a candidate the lowest priority: at a priority change, or because the candidate polls and others must run.
   void demote(std::uint64_t& priority) { priority = --lowest_; }
   // A random setting, determined by the seed.
   bool coin(int which) const { return (mixed_ >> which) & 1; }
@@ -39,7 +39,7 @@ class Picker {
   std::uint64_t mixed_;
   Kind kind_;
   std::uint64_t change_every_ = 0;     // mean number of steps between priority changes; 0: never
-  std::uint64_t lowest_ = 1ull << 32;  // last demoted priority; demoted ones are below 2^32, drawn ones are not
+  std::uint64_t lowest_ = 1ull << 32;  // last demoted priority; demoted priorities are below 2^32, drawn priorities are not
   std::uint64_t steps_ = 0;
   std::uint64_t hash_ = 14695981039346656037ull;
 };

@@ -58,7 +58,7 @@ void leave_out(size_t node, std::vector<Edge>& edges) {
   }
 }
 
-// For each node, the nodes that have ended when it starts and when it ends.
+// For each node: the nodes that have ended when the node starts, and when the node ends.
 class Ended {
  public:
   Ended(const std::vector<Edge>& edges, size_t nodes) : begins_(nodes, Nodes(nodes)), ends_(begins_) {

@@ -167,7 +167,7 @@ class Straightening {
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
 // NCCL adds nodes that await and record its events, so that launches are ordered with NCCL calls outside of graphs. The order
-// stays the same if the launch awaits and records these events before and after the whole graph.
+// stays the same if each launch awaits these events before the whole graph, and records them after the whole graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

@@ -17,7 +17,7 @@ namespace hw::target {
 // fewer than `ranks` GPUs.
 void configure(const Schedule& schedule, int ranks);
 
-// RAII: makes this thread the thread of a rank, whose device has the same number.
+// RAII: attaches this thread to the CPU device as the thread of a rank. Does nothing on CUDA.
 class Attached {
  public:
   explicit Attached(int rank);

@@ -96,8 +96,8 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 
 }  // namespace
 
-// NCCL's initialisation waits for the other ranks without a timeout. So another thread runs it. After a timeout or an abort, no
-// thread waits for its end.
+// NCCL's initialisation waits for the other ranks without a timeout. So a background thread runs the initialisation. After a
+// timeout or an abort, nothing waits for that thread.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted) {
   const auto making = std::make_shared<Making>();

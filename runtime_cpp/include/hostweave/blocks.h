@@ -21,7 +21,7 @@ struct Cut {
   int64_t global_size = size;
   int64_t begin = 0;
 
-  // Local start of a block; for block == blocks, the local end.
+  // Local start of a block. If block == blocks, the local end of the dim.
   int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
@@ -53,7 +53,8 @@ cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stre
   return blocks.copy(src, dst, sizeof(T), false, stream);
 }
 
-// Sends, or receives, the non-empty packed blocks that the routes assign to this rank. Call it inside an NCCL group.
+// send_blocks sends, and recv_blocks receives, the non-empty packed blocks that the routes assign to this rank. Call both
+// functions inside an NCCL group.
 template <class T, size_t n>
 ncclResult_t send_blocks(const T* src, const Blocks& blocks, const Route (&routes)[n], ncclDataType_t type,
                          const Channel& channel, cudaStream_t stream) {

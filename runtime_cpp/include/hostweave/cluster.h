@@ -29,7 +29,7 @@ struct Cluster {
   // writes.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-  // Writes the element in the shared memory of another block that corresponds to `here`.
+  // Writes to the element in the shared memory of block `rank` that corresponds to `here`.
   template <class T>
   __device__ static void give(int rank, const T& here, T value) {
     static_assert(sizeof(T) == 4);
@@ -39,7 +39,7 @@ struct Cluster {
                  : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(__builtin_bit_cast(unsigned, value)) : "memory");
   }
-  // Reads the element in the shared memory of another block that corresponds to `here`.
+  // Reads the element in the shared memory of block `rank` that corresponds to `here`.
   template <class T>
   __device__ static T of(int rank, const T& here) {
     static_assert(sizeof(T) == 4);
@@ -66,7 +66,7 @@ struct Team {
   __device__ static bool is_grid() { return gridDim.y > 1; }
   __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
   __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
-  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter, and restores its other bits.
+  // Barrier like Cluster::meet. All blocks together add 2^31 to the counter, so the top bit flips when the last block arrives.
   __device__ static void meet() {
     if (!is_grid()) return Cluster::meet();
     unsigned* const arrived = counter();

@@ -5,7 +5,7 @@
 #define HW_DEVICE __device__ inline
 #define HW_NOINLINE __device__ __noinline__
 #define HW_SHARED __shared__
-#define HW_UNROLL _Pragma("unroll")  // unrolls a loop, also for host compilers
+#define HW_UNROLL _Pragma("unroll")  // unrolls a loop
 #else
 #define HW_DEVICE inline
 #define HW_NOINLINE inline

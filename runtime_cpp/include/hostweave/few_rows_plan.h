@@ -22,7 +22,7 @@ struct FewRowsKernels {
   cudaError_t (*multiply)(const FewRowsProduct& product, cudaStream_t stream);
 };
 
-// Kernels for these types; null if there are none for them or for the current device.
+// Kernels for these types; null if the current device has none.
 const FewRowsKernels* few_rows_kernels(cudaDataType_t operands, cudaDataType_t result);
 
 }  // namespace hw

@@ -1,5 +1,5 @@
-// Tiles of grouped matmuls. A block processes several tiles of the result. It finds the group of each tile by a prefix sum over
-// the sizes of the groups, which are in device memory.
+// Tiles of grouped matmuls. A block processes several tiles of the result. The sizes of the groups are in device memory. The
+// block finds the group of each tile by a prefix sum over these sizes.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"
@@ -31,8 +31,9 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Row and column of tile number `place`. The order is column by column in bands of at most 16 rows of tiles, so that
-// concurrent tiles share operands. Each band reads all columns again, so bands have about the same number of rows.
+// Row and column of tile number `place`. Rows of tiles form bands of about equal height, at most 16 rows each. In a band, the
+// order is column by column, so that concurrent tiles share operands. There are as few bands as possible, because each band reads
+// all columns again.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = place / (height * across) * height;
   const int rows = down - first < height ? down - first : height, in_band = place - first * across;
@@ -120,8 +121,8 @@ struct TileWalk<true> : OuterWalk {
   using OuterWalk::OuterWalk;
 };
 
-// Writes zeros to rows without a group: those before the first group, between two groups, and after the last. `threads` threads
-// of each block call it, in whole warps.
+// Writes zeros to the rows before the first group, between two groups, and after the last group. `threads` threads of each block
+// call this function, in whole warps.
 template <class T>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
   auto* const result = static_cast<uint16_t*>(p.result);

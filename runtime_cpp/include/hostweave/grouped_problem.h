@@ -4,8 +4,8 @@
 
 namespace hw {
 
-// x[rows, depth], with the pitch of rows in elements. `other` is a matrix [depth, columns] for each group, row-major or
-// column-major with a pitch. If `outer`, `other` is [rows, columns], and the result is [groups, depth, columns].
+// x is [rows, depth]. `other` has a matrix [depth, columns] for each group, row-major or column-major. If `outer`, `other` is
+// [rows, columns], and the result is [groups, depth, columns]. Pitches and strides are in elements.
 struct GroupedProblem {
   bool outer, transposed;  // transposed: the matrices are column-major
   bool wide_result;        // the result is f32, and the operands have 16 bits
@@ -18,7 +18,7 @@ struct GroupedProblem {
   void* result;
 };
 
-// A CUtensorMap: describes an array for the tensor memory accelerator, which copies boxes of its elements.
+// A CUtensorMap: describes an array to the tensor memory accelerator. The accelerator copies boxes of elements of the array.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };

@@ -1,4 +1,4 @@
-// Marks for measuring a program. A mark records the time at which a stream reaches it.
+// Marks for measuring a program. A mark records the time at which a stream reaches the mark.
 #pragma once
 #include <cuda_runtime_api.h>
 

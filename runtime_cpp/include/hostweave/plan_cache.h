@@ -8,7 +8,7 @@
 
 namespace hw {
 
-// Keeps a maximum number of plans and evicts the least recently used one.
+// Keeps a maximum number of plans, and evicts the least recently used plan.
 template <class Key, class Plan>
 class PlanCache {
  public:

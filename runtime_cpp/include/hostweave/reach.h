@@ -23,7 +23,8 @@ struct Registered {
   std::vector<char*> peers;         // base of each rank's memory, in this rank's address space
 };
 
-// Allocates memory that this channel and others of its transport can register. `channel` is null if this rank is in no channel.
+// Allocates memory that this channel and other channels with the same transport can register. `channel` is null if this rank is
+// in no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
 // Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);

@@ -1,7 +1,8 @@
 // GPU memory that other ranks of this host access. Threads of one process use the same address. Processes open an IPC handle.
 //
-// If all ranks are threads of one process, the virtual memory API allocates the memory. Peer access is not enabled, because each
-// cudaMalloc and cudaFree would then wait for all work on all GPUs, and so for the signals of blocked threads.
+// If all ranks are threads of one process, the virtual memory API allocates the memory. Peer access is not enabled. With peer
+// access, each cudaMalloc and cudaFree would wait for all work on all GPUs, even for work that waits for a signal of the thread
+// that makes the call.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -29,7 +30,7 @@ void free_shared(void* data);
 // Adds an allocation to the description of its rank.
 MemoryCard with_memory(MemoryCard card, void* data);
 
-// Maps the allocation of `peer` for the rank `own`. Returns null if the rank cannot access it.
+// Maps the allocation of `peer` for the rank `own`. Returns null if the rank cannot access the allocation.
 void* open_memory(const MemoryCard& own, const MemoryCard& peer);
 void close_memory(const MemoryCard& own, const MemoryCard& peer, void* opened);
 

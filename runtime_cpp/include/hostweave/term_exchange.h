@@ -35,7 +35,8 @@ class TermExchange {
     return made;
   }
 
-  // Makes the result of a kernel that sends blocks of `count` elements. The next exchange must be their reduce-scatter.
+  // Makes the result of a kernel that sends blocks of `count` elements. The next exchange must be the reduce-scatter of these
+  // blocks.
   template <class T, int kRanks>
   SentBlocks<T, kRanks> sent(T* own, int64_t count) const {
     const bool is_sent = count > 0 && note_sent(own);

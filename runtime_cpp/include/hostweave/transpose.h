@@ -7,7 +7,7 @@ namespace hw {
 #ifdef __CUDACC__
 
 // Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i, in the type
-// of the result or of the computation. All threads of the grid must call it, in blocks of kThreads.
+// of the result or of the computation. All threads of the grid must call this function, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   using Word = decltype([] {
@@ -18,7 +18,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
     }
   }());
   constexpr int kPadding = sizeof(Word) / sizeof(T);                   // so that columns begin in different banks
-  constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // per store
+  constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // elements and words per store
   constexpr int kRows = kTileRows<sizeof(T)>, kElements = kRows * kTransposed;
   constexpr int kUnrolled = kWidth > 1 ? kElements : 1;
   __shared__ alignas(16) T tile[kTransposed][kRows + kPadding];
@@ -59,7 +59,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
         for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
       }
     }
-    __syncthreads();  // all threads have read the tile, so the next one may overwrite it
+    __syncthreads();  // all threads have read the tile, so the next tile may overwrite it
   }
 }
 

@@ -10,7 +10,7 @@
 #include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 
-// Calls that older NCCL versions lack. A program compiles and loads without them; `prepare` reports missing requirements.
+// Calls that older NCCL versions lack. A program compiles and loads without these calls; `prepare` reports that they are missing.
 extern "C" {
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
 typedef struct ncclWindow_vidmem* ncclWindow_t;

@@ -116,7 +116,7 @@ class Rank {  // resources of one rank: its channels, library handles, and a GEM
   std::vector<void*> workspaces_;
 };
 
-class Streams {  // a ring of streams that forks from and joins the caller's stream, with events made once
+class Streams {  // a ring of streams that fork from the caller's stream and join it, with events made once
  public:
   Streams(Rank& rank, int n) : rank_(rank), streams_(n), events_(n) {
     for (auto& s : streams_) HW_CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
@@ -152,7 +152,7 @@ class Streams {  // a ring of streams that forks from and joins the caller's str
   cudaEvent_t begin_;
 };
 
-class Arena {  // grows when a larger shape comes, never per call
+class Arena {  // grows if a larger shape is prepared, never during a call
  public:
   ~Arena() { cudaFree(base_); }
   void reserve(size_t bytes) {

@@ -1,5 +1,5 @@
-// Fake of the CUDA runtime functions that straighten_cuda.cpp uses, on graphs that are plain data. For a node of unknown kind the
-// runtime returns no type, as for nodes of stream memory operations.
+// Fake of the CUDA runtime functions that straighten_cuda.cpp uses, on graphs that are plain data. For a node of unknown kind
+// this runtime returns no type, as CUDA does for nodes of stream memory operations.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -21,9 +21,9 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// RAII lease of the devices for one party: the ranks of a group in this process, which share the lease. Other parties wait,
-// because two parties on the same devices could deadlock. Ranks of the party that want another schedule wait too. The first lease
-// of a party configures the devices.
+// RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
+// parties wait, because two parties on the same devices could deadlock. Ranks of the party that want another schedule also wait.
+// The first lease of a party configures the devices.
 class DeviceLease {
  public:
   // Waits for the lease, at most for `seconds`. After a timeout the object holds no lease.
@@ -39,8 +39,8 @@ class DeviceLease {
   static std::string stopped(const std::string& party);
 
   // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
-  // thread. On CUDA always calls it now. Does not wait, because other ranks may wait for the calling rank. Releases run in FIFO
-  // order.
+  // thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling rank.
+  // Releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:

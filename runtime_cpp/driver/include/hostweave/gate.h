@@ -17,7 +17,7 @@ class Gate {
 
   // Blocks later work on the stream until all ranks have called `enqueued` for this round. Does nothing in round 0.
   void hold(cudaStream_t stream, uint32_t round) const;
-  // Each rank calls it once per round.
+  // Each rank calls this function once per round.
   void enqueued(uint32_t round) {
     if (round > 0 && ++enqueued_ == ranks_ * round) open(round);
   }

@@ -25,15 +25,15 @@ struct Edge {
 // reduction).
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
-// Events to await before and to record after a launch of the graph, on its stream.
+// Events that a stream awaits before a launch of the graph, and records after the launch.
 struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
 // Loads the kernels of `straighten` on the current device. Call it before any rank runs.
 void prepare_to_straighten();
-// Replaces a captured graph by an optimised one. Each of its launches must await and record the returned events. Leaves a
-// graph unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
+// Replaces a captured graph by an optimised one. Each launch of the optimised graph must await and record the returned events. If
+// a graph cannot be optimised, leaves the graph unchanged. `idle` is an idle stream for a capture.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw

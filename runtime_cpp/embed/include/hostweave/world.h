@@ -14,12 +14,13 @@
 
 namespace hw {
 
-// Requires `count` devices. The CPU target creates them. Throws ExecutionError if this host has fewer GPUs. Call it once, first.
+// Declares that ranks are threads of this process, with `count` devices. The CPU target creates the devices. The CUDA target
+// throws ExecutionError if this host has fewer GPUs. Call this function once, before any other call.
 void use_devices(int count);
-// Declares that ranks are processes. On the CPU target, every process calls it once, before any other call.
+// Declares that ranks are processes. On the CPU target, every process calls this function once, before any other call.
 void use_processes();
 
-// Used by one thread at a time, with `device` current. Must outlive its programs.
+// Only one thread at a time may use a World, with `device` current. The World must outlive its programs.
 class World {
  public:
   // Collective: joins the world, with an id that one rank made by ncclGetUniqueId. Makes `device` current.
