@@ -1,8 +1,9 @@
 """Causal bf16 attention, forward and backward, against torch with cuDNN.
 
-Cases have 32 heads of queries and 8 of keys (Llama 3 8B), or 8 heads of queries and one of keys (Llama 3 70B at TP 8, per rank). Other
-cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the sequence, so both GPUs
-have equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements, without host time.
+Cases of Llama 3 8B have 32 heads of queries and 8 of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one of keys per rank.
+Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the sequence, so
+both GPUs have equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements, without host
+time.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compilation into a cache that has only the runtime, seconds of a load from this cache, and True if the program has
-    kernels."""
+    """Seconds of a compilation into a cache that has only the runtime, and seconds of a load from this cache. Also returns True if the
+    program has kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
@@ -139,7 +139,8 @@ print(time.perf_counter() - started)
 
 
 def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
-    """Seconds to lower, check and compile into a cache that has only the runtime, and then the same for a program with another constant."""
+    """Seconds to lower, check and compile into a cache that has only the runtime. The second number is for the same program with another
+    constant."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder

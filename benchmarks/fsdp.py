@@ -1,6 +1,6 @@
 """Eight layers with weights sharded over all GPUs (FSDP): the fraction of the gathers' time that matmuls hide.
 
-Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 or 8192 x 4096, which are gathered before use. The number
+Each layer is x + swiglu(x) on a sharded batch. Three weights of 4096 x 8192 or 8192 x 4096 are gathered before use. The number
 of rows is chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest
 rank: the median over calls that all ranks start together. One program has only the gathers, one has only the layers with replicated
 weights, and one has gathers and layers. The last of these programs has several variants: sequential, the compiler's choice, and

@@ -1,4 +1,4 @@
-"""Times generated kernels at the shapes of Llama 3 on one GPU, and compares them with torch.compile and a device copy of as many bytes.
+"""Generated kernels at the shapes of Llama 3 on one GPU, compared with torch.compile and with a device copy of as many bytes.
 
 Kernel, copy and torch are timed alternately. Calls cycle through enough sets of buffers to exceed the GPU's cache. A large case has one
 set. A line ends with MISSED if a limit is missed: the time relative to torch.compile or, from 2048 rows on, the bandwidth relative to the

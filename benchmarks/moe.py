@@ -285,8 +285,8 @@ REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
 def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields calls: each product of the layer alone, all six one after another, a copy of the bytes of the layer's other kernels, and the
-    layer, forward and backward."""
+    """Yields calls: each product of the layer alone, and all six one after another. A copy of the bytes of the layer's other kernels
+    follows, and then the layer, forward and backward."""
     import torch
 
     group = hw.init()
@@ -394,8 +394,8 @@ def _torch_layer(x: Any, router: Any, w1: Any, w2: Any) -> Any:
 
 
 def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
-    """Routing that is known in advance: numbers of rows to and from each rank, the order of received rows by expert, its inverse, and the
-    ends of the experts' groups."""
+    """Routing that is known in advance: numbers of rows to and from each rank, and the ends of the experts' groups. Also returns the order
+    of received rows by expert, and the inverse of this order."""
     import torch
     import torch.distributed as dist
 

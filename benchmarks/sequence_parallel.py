@@ -1,12 +1,12 @@
-"""Forward pass of a sequence-parallel Llama 3 70B layer at per-rank shapes of TP 8, on all GPUs of this machine, compared with torch.
+"""Forward pass of a sequence-parallel Llama 3 70B layer on all GPUs of this machine, at per-rank shapes of TP 8, and the same in torch.
 
 The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants q, k and v share one weight, and gate
 and up share one weight. torch has four variants: eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
 torch.compile. The script first prints the memory that Hostweave plans for 32,768 tokens, and the compiler's choices. Printed times are
 milliseconds of the slowest rank: the median over alternating calls that all ranks start together, on the same arrays.
 
-`sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0, for the
-picture in the README.
+`sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0. The picture
+in the README shows these kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The page "Gallery": programs of examples/ with source, predicted timeline and C++. It is generated when the documentation is built."""
+"""The page "Gallery": programs of examples/ with source, predicted timeline and C++. The page is generated when the documentation is
+built."""
 
 import ast
 import base64

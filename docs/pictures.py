@@ -1,6 +1,6 @@
 """The pictures of the documentation: `python docs/pictures.py` writes docs/images/*.svg.
 
-speed.svg shows the measurements in figures.json, and layer.svg those in layer.json. All other pictures explain terms.
+speed.svg shows the measurements in figures.json, and layer.svg shows those in layer.json. All other pictures explain terms.
 """
 
 from __future__ import annotations

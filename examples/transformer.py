@@ -1,4 +1,4 @@
-"""Transformer layers as users write them. Layers with `_tp` in their names are tensor-parallel, and those with `_sp` sequence-parallel.
+"""Transformer layers as users write them. Layers with `_tp` in their names are tensor-parallel. Layers with `_sp` are sequence-parallel.
 
 MLP and attention are plain functions. The last weight is sharded over `tp` by rows and all weights before it by columns, so the result is a
 partial sum. The partial sum is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the

@@ -1,6 +1,6 @@
-// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. Four kinds of steps are timed: an empty kernel, a
-// kernel that only synchronizes with the peer, one that also sends rows, and one that also adds them. A CUDA graph of sixteen
-// dependent steps is launched four times.
+// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. Four kernels are timed: an empty kernel, a kernel that
+// only synchronizes with the peer, a kernel that also sends rows, and a kernel that also adds the received rows. A CUDA graph of
+// sixteen dependent steps is launched four times. Each step is one kernel.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
 // Run     ./exchange_bound (on two GPUs with peer access).

@@ -248,9 +248,9 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
   return {median_of_slowest(gpu, ms), median_of_slowest(gpu, host_us)};
 }
 
-// Checks a variant if the case has a result, measures it unless the check fails, and reports it. `call` repeats the case `calls`
-// times. The check runs twice, because a graph whose waits accept the signals of its first replay may give wrong results only in
-// the second replay.
+// If the case has a result, checks the variant. Unless the check fails, measures the variant. Rank 0 prints the time or the
+// error. `call` repeats the case `calls` times. The check runs twice, because some errors appear only in the second replay of a
+// graph: if waits accept the signals of the first replay.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);

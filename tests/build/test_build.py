@@ -325,7 +325,7 @@ def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_only_changed_kernels_are_compiled_again() -> None:
-    """Each generated kernel is a separate compilation, so moving it within the file has no effect. User kernels are compiled together."""
+    """Each generated kernel is compiled separately, so moving a kernel within the file has no effect. User kernels are compiled together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"

@@ -153,8 +153,8 @@ def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, m
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the clock was set back, or differs from the clock of the machine that installed the files, the files seem to be from the future.
-    Such files are not treated as just edited."""
+    """Files seem to be from the future if the clock was set back, or if another machine with another clock installed them. Such files are
+    not treated as just edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)

@@ -102,8 +102,8 @@ def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
 
 
 def test_inspect_shows_the_changes_of_every_stage(capsys: Captured, tmp_path: Path) -> None:
-    """The output is the program before the passes, and then the difference that each pass makes. Together they give the final program. A
-    pass without changes has one line."""
+    """The output is the program before the passes, and then the difference that each pass makes. Applied in order, the differences
+    give the final program. A pass without changes has one line."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
     stages = list(STAGES)
     titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)

@@ -110,7 +110,7 @@ def test_a_buffer_without_a_gap_is_placed_first() -> None:
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    """In random sequences of allocate, free, reallocate and join, no two live buffers overlap, and the planner's lower bound is the largest
+    """In random sequences of allocate, free, reallocate and join, no two live buffers overlap. The planner's lower bound is the largest
     number of live bytes."""
     for seed in range(200):
         random = Random(seed)
@@ -232,7 +232,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """Two stream blocks may each allocate a buffer with the name %t, and a block may allocate a buffer that it does not use."""
+    """Two stream blocks may each allocate a buffer with the name %t. A block may allocate a buffer that it does not use."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a
@@ -257,8 +257,8 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 
 
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
-    """A block has buffers for only one of four streams if the stream index is always 0, and for two streams in a loop of two
-    iterations."""
+    """If the stream index is always 0, a block has a buffer for only one of four streams. In a loop of two iterations, the block has
+    buffers for two streams."""
     block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))

@@ -180,7 +180,7 @@ class RowsOf:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(dtype: hw.DType) -> None:
-    """Sizes that do or do not fill whole vectors, the largest size for a kernel, and a larger size, for which NCCL is used."""
+    """Sizes that do or do not fill whole vectors, and the largest size for a kernel. NCCL is used for a larger size."""
     program = exchanging(dtype)
     largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
 

@@ -1,8 +1,8 @@
 """Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments name times on 2 H200.
 
 A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL 2.28 and a matmul of cuBLAS.
-A pipeline sends and receives one shard in a group per iteration, on four streams. The cost model was not fitted to these times, except for
-the slowdown of communication kernels during matmuls, which was fitted to the pipelines.
+A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost
+model was fitted to these times: the slowdown of communication kernels during matmuls, to the times of the pipelines.
 """
 
 GATHER = {

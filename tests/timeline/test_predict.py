@@ -251,7 +251,7 @@ def test_repeated_rows_beyond_the_cache_are_read_again() -> None:
 
 
 def test_grouped_matmuls_run_at_the_speed_of_their_kernels() -> None:
-    """On H200, 8 groups of 1024 rows at Mixtral's shapes take 1.36 to 1.48 ms, and the gradient of the matrices 1.57 to 1.80 ms."""
+    """On H200, 8 groups of 1024 rows at Mixtral's shapes take 1.36 to 1.48 ms. The gradient of the matrices takes 1.57 to 1.80 ms."""
     types = {"x": hw.bf16["T", "K"], "w": hw.bf16[8, "K", "N"], "e": hw.i32[8]}
     product = hw.fusion(**types)(lambda x, w, e: hw.grouped_matmul(x, w, e))
     gradient = hw.fusion(x=hw.bf16["T", "K"], y=hw.bf16["T", "N"], e=hw.i32[8])(lambda x, y, e: hw.grouped_matmul(x.T, y, e))
@@ -336,7 +336,7 @@ def predicted_on(ranks: int, sizes: dict[str, int], machine: Machine) -> Timelin
 
 
 def test_an_axis_within_hosts_does_not_use_the_network() -> None:
-    """Ranks of `tp` are on one host; those of `dp` are on different hosts."""
+    """The ranks of `tp` are on one host. The ranks of `dp` are on different hosts."""
     x = hw.bf16["M@dp", "N@tp"]
     sizes = {"M": 8192, "N": 8192}
     slow = replace(H200, network=replace(NETWORK, bandwidth=1e9))

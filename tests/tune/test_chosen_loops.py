@@ -72,8 +72,8 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("alternative", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: int, ranks: int) -> None:
-    """A gathered value, such as a gradient, is used by rows in one matmul, by columns in another matmul after the loop, and as a
-    result."""
+    """A gathered value, such as a gradient, is used by rows in one matmul. After the loop, the value is used by columns in another matmul,
+    and as a result."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -129,8 +129,8 @@ def test_explain() -> None:
 
 
 def test_explain_names_the_gain_of_a_faster_alternative() -> None:
-    """If an alternative is predicted to be faster than the used alternative, the text has the gain, and why the faster alternative is not
-    used. Either the gain is too small, or the user requested another alternative."""
+    """If an alternative is predicted to be faster than the used alternative, the text has the gain. The text also says why the faster
+    alternative is not used. Either the gain is too small, or the user requested another alternative."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)
