@@ -32,7 +32,7 @@ class Options:
     - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
       that `Program.explain` shows. "none" means no loop.
     - `machine`: figures for the cost model. The default is the figures that `hostweave calibrate` measured on this machine. Without such
-      figures, the name of the GPU selects those of H100 or H200. Other GPUs use the figures of H200, and `Program.explain` says so.
+      figures, the name of the GPU selects the figures of H100 or H200. Other GPUs use the figures of H200, and `Program.explain` says so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.
@@ -46,8 +46,8 @@ class Options:
         chooses peer. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         Kernels compute small all-reduces of their operands through peer memory.
 
-      With peer or one_sided, the shards of a chunk loop must be equal in size, and on all ranks. The algorithm must be put, ring, or a
-      collective of a slice of every shard.
+      With peer or one_sided, the shards of a chunk loop must be equal in size, and every rank must have a shard. The algorithm must be put,
+      ring, or a collective of a slice of every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.

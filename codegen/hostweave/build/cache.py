@@ -24,7 +24,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its modification time is the time of the entry's last use
+_SUMS = "SHA256SUMS"  # file with the digests of an entry's other files; its modification time is the time of the entry's last use
 _EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
@@ -231,7 +231,7 @@ def evict(period: float = 0.0) -> None:
         total += entry.bytes
         unused = abs(time.time() - entry.used)  # abs, because a clock that was set back leaves future times
         if total > max_bytes and unused > _MIN_UNUSED_SECONDS:
-            with contextlib.suppress(OSError):  # another process may have removed it
+            with contextlib.suppress(OSError):  # another process may have removed the entry
                 _remove(entry.path)
 
 

@@ -47,7 +47,7 @@ class ArrayLibrary(Protocol):
     def address(self, array: Array) -> int: ...
 
     def contiguous(self, array: Array) -> Array:
-        """Returns the array, or a row-major copy on the same device if it is not contiguous."""
+        """Returns a contiguous array, or a row-major copy of another array on the same device."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
 
@@ -194,7 +194,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """JAX arrays. A call uses NumPy arrays instead, because JAX arrays are immutable. Results are JAX arrays."""
+    """JAX arrays. A call converts them to NumPy arrays, because JAX arrays are immutable. Results are JAX arrays."""
 
     gives_copies: bool = True
 

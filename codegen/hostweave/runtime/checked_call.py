@@ -160,7 +160,7 @@ class Arguments:
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
-        """True if a rank has a block of an input or output. The default is this rank."""
+        """True if a rank has a block of an input or output. By default `rank` is this rank."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
@@ -232,8 +232,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs if the caller passes sizes. Without sizes, None, unless some arguments exist only on some ranks and
-        the ranks do not exchange shapes."""
+        """Shapes of the global inputs, or None. The shapes are computed if the caller passes sizes. They are also computed if some
+        arguments exist only on some ranks, and the ranks do not exchange shapes."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

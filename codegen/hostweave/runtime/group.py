@@ -422,7 +422,7 @@ class Group(FallibleGroup):
         return interruptibly(work, self.interrupted) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Like `run`, for a call that does not return before all ranks have made it."""
+        """Like `run`, for a call that returns only after all ranks have made the call."""
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:

@@ -50,7 +50,8 @@ class Timing:
 
 
 class Team:
-    """Ranks of one group, which all programs of a target share. After a failure of the group the team is `broken`, and must be replaced.
+    """Ranks of one group. Programs with equal targets and numbers of ranks share a team. After a failure of the group the team is `broken`,
+    and must be replaced.
 
     The main thread must not use a team, because the main thread handles signals (see `interruptibly`).
     """

@@ -78,15 +78,15 @@ def compile(
     rank: tensors with the same number of rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is the
     loss over the rows of all ranks.
 
-    `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for them.
-    Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as layers, become
-    one function of the generated program. If the same axis shards a parameter and the first dim of an input, the parameter is gathered
-    before use, unless the axis is named tp. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
+    `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
+    arguments. Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as
+    layers, become one function of the generated program. If the same axis shards a parameter and the first dim of an input, the parameter
+    is gathered before use, unless the axis is named tp. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
 
     With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep. Its program
     computes the forward pass, the backward pass and the optimizer's step, and updates parameters in place. The module must return one
-    scalar, the loss. The step of a torch.optim.Optimizer is recorded by running its code, which must consist of ATen ops on a parameter,
-    its gradient and its state.
+    scalar, the loss. The step of a torch.optim.Optimizer is recorded by running the optimizer's code. This code must consist of
+    ATen ops on a parameter, the parameter's gradient and its state.
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a

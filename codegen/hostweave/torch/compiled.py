@@ -49,7 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a public attribute of the wrapped module in that module, whose `forward` reads it."""
+        """Sets a public attribute of the wrapped module in that module, because the module's `forward` reads the attribute."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)

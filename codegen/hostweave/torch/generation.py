@@ -249,7 +249,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call. A length of tokens or masks is dynamic if it is above 1, because it differs between prompts."""
+        """Dynamic shapes for a call. A length of tokens or masks above 1 is dynamic, because prompts differ in length."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

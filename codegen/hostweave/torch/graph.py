@@ -65,7 +65,7 @@ class Graph:
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
-    results: list[AxesOfDims | None] | None = None  # sharding of each output, None if inferred; without a list: see `_placed` of trace.py
+    results: list[AxesOfDims | None] | None = None  # sharding of each output, None if inferred; without list, see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
@@ -79,7 +79,7 @@ class Graph:
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call and may raise an error
     tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
-    of_calls: bool = False  # True if calls of a module return the results, so that results may share memory
+    of_calls: bool = False  # True if a call of a module returns the results, which may then share memory
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read

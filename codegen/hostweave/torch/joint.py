@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Ops that return the values of their operand, and assertions. Programs do not contain such ops.
+# Assertions, and ops that return the values of their operand. Programs do not contain such ops.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """

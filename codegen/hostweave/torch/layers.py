@@ -36,7 +36,8 @@ class Layer:
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with the first layer's result in `chain`: the next layer gets this result as the argument. May be None."""
+        """Pairs each argument with an entry of the first layer's `chain`: the result that the next layer gets as this argument, or
+        None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
@@ -92,8 +93,8 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """Maps nodes to the outermost module of a list that contains them. A node without a module, such as a sum of gradients, belongs to the
-    module of its last operand."""
+    """Maps each node to the outermost list element that contains the node. A node without a module, such as a sum of gradients, belongs to
+    the module of its last operand."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:

@@ -122,7 +122,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with the options of one group."""
+    """A parameter on the device "meta", and its state. Records steps of an optimizer for it, with the options of a parameter group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group

@@ -29,7 +29,7 @@ Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the p
 
 
 class Differentiated(CompiledModule):
-    """A module with compiled gradients, in programs that compute parts of the joint graph."""
+    """A module with compiled gradients. Each program of the module computes a part of the joint graph."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)

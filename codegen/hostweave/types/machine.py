@@ -90,7 +90,7 @@ class Machine:
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of the actual GPU, if these are the figures of another one
+    stands_for: str = ""  # name of the actual GPU, if these are the figures of another GPU
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1

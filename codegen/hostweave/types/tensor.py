@@ -139,12 +139,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is not on the program's mesh, but for example on some ranks."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is None for a tensor on the program's mesh."""
 
     dtype: DType
     dims: tuple[Dim, ...]
     partial: Partial | None = None
-    mesh: Mesh | None = None  # None: the program's mesh
+    mesh: Mesh | None = None
 
     def __repr__(self) -> str:
         return str(self)
