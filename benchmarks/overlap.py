@@ -10,8 +10,8 @@ variants of a case, in the order of the output:
 - only the matmul, and only the communication, by torch;
 - sequential torch, also with NCCL's collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs);
 - torch's fused operators;
-- Hostweave in a CUDA graph. All-gathers also run with the gathered operand in a window, as in the hand-written code, as a call and as a
-  graph.
+- Hostweave in a CUDA graph. All-gathers also run with the gathered operand in a window, as in the hand-written code. Both calls and
+  graphs are measured.
 
 The variants of the last three items use one process per GPU, and so do the matmul and the communication alone. All other variants use one
 thread per GPU. Data is random, in bf16. Arguments are names of cases, such as "70b qkv"; default: all. `nccl=FOLDER` names an NCCL 2.32,
