@@ -49,7 +49,7 @@ class Family:
 
 
 class Running:
-    """Runner of a program and its variants, with their device resources. Programs that bind inputs of one program share a runner."""
+    """Runner of a program and its variants, with their device resources. A program shares it with the programs that `bind` returns."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
@@ -84,7 +84,7 @@ class Running:
     # --- variants ---
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call. If the chosen loops do not divide its sizes, lets the variant without these loops make the call."""
+        """Makes a call. If the chosen loops do not divide the sizes of the call, lets the variant without these loops make the call."""
         try:
             return call(self)
         except LoopsDoNotDivide:

@@ -45,7 +45,7 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """Location of `stated_location` if active, else of the innermost frame outside this package and the paths `others`."""
+        """Location that `stated_location` sets, or else of the innermost frame outside of this package and of the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)

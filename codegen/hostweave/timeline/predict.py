@@ -30,8 +30,8 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """Yields the memory of a rank as (time, bytes from then on). Inputs and outputs always count, temporaries from allocate to
-    deallocate."""
+    """Yields the memory of a rank as (time, bytes from then on). Inputs and outputs always count. Temporaries count from allocate
+    to deallocate."""
     live_bytes = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, live_bytes

@@ -47,7 +47,7 @@ class SimulatedTask:
     missing_starts: int = 0
     start: float = -1.0
     end: float = -1.0
-    remaining: float = 0.0  # remaining work, in seconds if it ran alone
+    remaining: float = 0.0  # remaining work, in seconds that the task would take alone
     rate: float = 0.0  # seconds of work done per second
     since: float = 0.0  # time at which `remaining` was computed
 

@@ -36,7 +36,7 @@ _TAKE_SIZES = (
     "expand",
     "_unsafe_view",
     "reshape",
-)  # ops that may have an unknown size as argument, because their entries in the table use the shape of the result instead
+)  # ops that may have an unknown size as argument, because their table entries read the shape of the result, not the argument
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

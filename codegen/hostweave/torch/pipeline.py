@@ -32,8 +32,8 @@ class Pipeline:
     parameters in its stages, and may pass None for arguments that its stages do not read. If all ranks are in this process, pass whole
     arguments. A call then returns the loss and adds all gradients.
 
-    With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates the parameters of its stages. With
-    `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
+    With `optimizer`, a call changes no `.grad`, but updates parameters and `optimizer.state` in place. Each rank updates the parameters of
+    its stages. With `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
     """
 
     def __init__(self, inputs: PipelineInputs, program: Program, names: list[str]):

@@ -1,4 +1,4 @@
-"""The sharding plan of a module. It maps names of parameters, inputs and submodules to mesh axes. A submodule's axes shard its result."""
+"""The sharding plan of a module maps names of parameters, inputs and submodules to mesh axes. A submodule's axes shard its result."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -31,8 +31,8 @@ _DRAWN = {  # op -> distribution
 
 
 def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
-    """Draws seeds for a call of the module `name`, u32 on the CPU. All ranks of the group call this function, and get the same seeds.
-    Raises ArgumentError if ranks that are processes draw different seeds.
+    """Draws seeds for a call of the module `name`, as a u32 tensor on the CPU. All ranks of the group call this function, and get the same
+    seeds. Raises ArgumentError if ranks that are processes draw different seeds.
 
     The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that
     generator, so rank 0 draws for all ranks.

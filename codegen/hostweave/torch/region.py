@@ -177,7 +177,7 @@ class Region:
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
         """Copies modules and source lines from the nodes of Dynamo's graph. Drops the stated sharding of a result if a graph break splits
-        its module."""
+        the module that computes the result."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:

@@ -30,7 +30,7 @@ from hostweave.torch.region import ModelPart, Region, RegionPlan
 from hostweave.torch.training import TrainingModule
 from hostweave.types.mesh import Mesh
 
-_OF_MODEL = re.compile(r"^\w\['[^']*'\]\.?")  # `L['self'].`, with which names of Dynamo begin
+_OF_MODEL = re.compile(r"^\w\['[^']*'\]\.?")  # prefix of Dynamo's names, such as `L['self'].`
 _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['([^']+)'\]")
 
 
@@ -174,8 +174,8 @@ class ModelInRegions(Delegating):
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements determine the shardings. Raises
-    ProgramError for unknown options, and under fullgraph=True for unsupported ops.
+    """The backend "hostweave" of torch.compile. It compiles for one rank, or for the mesh of DTensors. The placements of DTensors determine
+    the shardings. Raises ProgramError for unknown options, and under fullgraph=True for unsupported ops.
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """

@@ -11,7 +11,8 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 class Action(NamedTuple):
     """A pass of one micro-batch through one stage.
 
-    `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients of inputs, "weight" gradients of parameters.
+    `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients of inputs, and "weight" those of
+    parameters.
     """
 
     kind: str

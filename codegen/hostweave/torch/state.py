@@ -55,7 +55,7 @@ class State:
                 [read(held) for read, held in self._fast] == self._expected
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
-                and RemovableHandle.next_id == self._handles  # no hook was added to any module since then
+                and RemovableHandle.next_id == self._handles  # no hook was added to any module since compile time
                 and [of.forward for of in self._classes] == self._forwards
             )
         except Exception:  # tensors were compared, or an attribute is missing

@@ -47,7 +47,7 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> its function, or a layer with equal results
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> (layer, its function or a layer with equal results)
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
@@ -249,7 +249,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
     """True if the types of the program inputs that this layer reads equal the types of the results that the next equal layer reads
-    instead."""
+    in their place."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
