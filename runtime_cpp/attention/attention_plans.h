@@ -29,7 +29,7 @@ struct Gradients {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i attends up to column i + diagonal, plus the length with AttentionOptions::from_end
+  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal; AttentionOptions::from_end adds the length
   std::optional<Gradients> gradients;  // set for a backward pass
   Heads bias{};                        // bias of the scores; strides are 0 along broadcast dims
   int64_t sequences = 0;               // packed sequences per batch element

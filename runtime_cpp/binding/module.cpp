@@ -1,6 +1,6 @@
 // Python bindings of a program. This file is compiled once, when the package is built, and linked into the module of every
-// program. It accesses the program through the table in the program's binding.cpp. Each module has separate Python types, but a
-// module also accepts a Member of another module.
+// program. The code accesses the program through the table in the program's binding.cpp. Each module has separate Python types,
+// but a module also accepts a Member of another module.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -78,7 +78,7 @@ namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-// Releases the GIL; for functions that access no Python objects except their arguments and result.
+// Releases the GIL. Only for functions that access no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // Deleter for objects that use devices and wait for other threads. The deleter releases the GIL, because those threads may need
@@ -148,7 +148,7 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// A contiguous array in a DLPack capsule. It keeps the owner of the memory alive.
+// A contiguous array in a DLPack capsule. The object keeps the owner of the memory alive.
 struct Lent {
   DLManagedTensor managed;
   std::vector<int64_t> shape;

@@ -5,7 +5,7 @@ if(NOT TARGET hostweave_runtime::dependencies)
   target_link_libraries(hostweave_runtime::dependencies INTERFACE Threads::Threads)
 endif()
 if(HOSTWEAVE_TARGET STREQUAL "cuda")
-  # From the toolkit, or from CMAKE_PREFIX_PATH: pip wheels have the same folders.
+  # The files are in the CUDA toolkit, or in CMAKE_PREFIX_PATH: pip wheels have the same folders as the toolkit.
   set(hostweave_toolkit HINTS ENV CUDA_HOME PATHS /usr/local/cuda)
   find_path(HOSTWEAVE_CUDA_INCLUDE cuda_runtime_api.h ${hostweave_toolkit} REQUIRED)
   find_path(HOSTWEAVE_CCCL_INCLUDE nv/target ${hostweave_toolkit} PATH_SUFFIXES include include/cccl REQUIRED)

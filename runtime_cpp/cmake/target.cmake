@@ -20,14 +20,14 @@ endif()
 # The CUDA runtime is linked once, as the shared library that NCCL also uses.
 set(hostweave_properties CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY None)
 
-# A library of the runtime, hostweave_runtime::NAME, from these sources.
+# Adds a library of the runtime, hostweave_runtime::NAME, with these sources.
 function(hostweave_runtime_part name)
   add_library(hostweave_${name} STATIC ${ARGN})
   target_compile_options(hostweave_${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${hostweave_cuda_flags}>")
   hostweave_library(hostweave_${name} hostweave_runtime ${name} runtime)
 endfunction()
 
-# Public name of a library, NAMESPACE::NAME, in the same build and by find_package.
+# Gives a library the public name NAMESPACE::NAME, in the same build and by find_package.
 function(hostweave_library target namespace name folder)
   add_library(${namespace}::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES ${hostweave_properties} EXPORT_NAME ${name})

@@ -93,7 +93,8 @@ auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// Queries an op. If the op is not done, gives other threads a turn, and in seeded mode also streams, so that a polling loop ends.
+// Returns cudaErrorNotReady if the op is not done. Then first lets other threads run, and in seeded mode also streams, so that a
+// polling loop ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {

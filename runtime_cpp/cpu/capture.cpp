@@ -146,8 +146,8 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Order in which a launch enqueues the nodes. It is the order of the capture or, in seeded mode, sometimes a random topological
-// order in one queue. CUDA guarantees only the dependencies of a graph.
+// Order in which a launch enqueues the nodes: the order of the capture. In seeded mode, the order is sometimes a random
+// topological order in one queue, because CUDA guarantees only the dependencies of a graph.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());
@@ -221,7 +221,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   if (id && stream->capture) *id = stream->capture->id;
   return cudaSuccess;
 }
-// Name of the function in CUDA 12.
+// CUDA 12 gives the function this name.
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                         cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
   return cudaStreamGetCaptureInfo(stream, status, id);

@@ -199,7 +199,7 @@ OpName name_of(const Request& r, const Stream& stream) {
   return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place};
 }
 
-// Work of an op that involves other processes.
+// Returns the work of an op that exchanges data with other processes.
 std::function<void()> exchange_with_processes(const std::vector<Request>& requests, const Stream& stream) {
   const ncclComm& comm = *requests.front().comm;
   const int rank = comm.rank, size = comm.process_group->size();
@@ -231,7 +231,7 @@ ncclResult_t check(const Request& r) {
   return ncclSuccess;
 }
 
-// Issues checked requests of one communicator, in call order.
+// Enqueues requests of one communicator as one op. The requests must be checked, and in the order of the calls.
 ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   Machine& machine = Machine::get();
   const Request& first = requests.front();

@@ -18,7 +18,7 @@ namespace {
 
 struct IdContent {
   char magic[16];
-  SharedFile file;       // shared memory of ranks that are processes; otherwise its file is -1
+  SharedFile file;       // if ranks are processes, their shared memory; otherwise file.file is -1
   std::uint64_t number;  // number of the communicator in this process; a random token if ranks are processes
 };
 constexpr char kMagic[16] = "hostweave cpu";
@@ -28,7 +28,7 @@ std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_ma
   return *process_groups;
 }
 
-std::set<int>& files_in_the_making() {  // not yet opened by other processes; guarded by the machine's mutex
+std::set<int>& files_in_the_making() {  // files that other processes may not have opened yet; guarded by the machine's mutex
   static auto* const files = new std::set<int>;
   return *files;
 }

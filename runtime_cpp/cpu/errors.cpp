@@ -12,7 +12,7 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// Last error of a thread. The text belongs to the code `text_of`; other codes get their plain names.
+// Last error of a thread. `text` describes the code `text_of`. The text of another code is its name.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

@@ -10,8 +10,8 @@
 namespace hostweave::cpu {
 namespace {
 
-constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // minimum bytes per worker
-constexpr std::size_t kAtOnce = 2048;                      // elements whose accumulators fit in the L1 cache
+constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // bytes that a worker processes at a time
+constexpr std::size_t kAtOnce = 2048;                      // elements per step, so that the accumulators fit in the L1 cache
 
 using Inputs = std::vector<const void*>;
 using Outputs = std::vector<void*>;

@@ -167,7 +167,7 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
 }
 
-// Runs a GEMM of 8-bit operands with scales. Sums are accumulated in double and rounded once.
+// Runs a GEMM of 8-bit operands with scales. Accumulates sums in double. Rounds a sum to f32, and then to the type of D.
 void run_scaled(const Gemm& g) {
   std::vector<double> memory(g.m * g.n);
   const Operand d{CUDA_R_64F, g.m, memory.data()};

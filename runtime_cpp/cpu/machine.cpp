@@ -258,7 +258,7 @@ void Machine::evaluate(Stream& stream) {
   if (!seeded() && idle_workers_ > 0) workers_wake_.notify_one();
 }
 
-// One step of a stream that was taken from the ready list.
+// Makes one step of a stream that the caller has removed from the ready list.
 void Machine::advance(Lock& lock, Stream& stream) {
   const OpPtr op = stream.queue.front();
   const auto wait_in_flight = [&] {
@@ -319,7 +319,8 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // malloc may give the same host memory to two ranks, one after the other. The checker does not see that order.
+      // Accesses of two ranks to ordinary host memory are no conflict: malloc may give the same memory to two ranks, one after
+      // the other.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -336,8 +337,8 @@ void Machine::begin(Stream& stream, Op& op) {
 }
 
 // Records a communication. Returns an earlier communication over another channel, if the two are not ordered. Unordered
-// communications can deadlock: NCCL may start them in different orders on different ranks, and each occupies its device while it
-// waits.
+// communications can deadlock: NCCL may start them in different orders on different ranks, and a communication occupies its
+// device while it waits.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];
@@ -360,7 +361,7 @@ void Machine::poison(const Op& op) {
     for (std::size_t row = 0; row < (range.empty() ? 0 : range.rows); ++row) {
       std::uintptr_t at = range.begin + row * range.pitch;
       const std::uintptr_t end = at + range.bytes;
-      while (at < end) {  // skips the inputs in this row
+      while (at < end) {  // does not fill bytes that are also read
         std::uintptr_t stop = end, next = end;
         for (const Range& input : op.ranges) {
           if (input.write || input.empty() || input.end() <= at || input.begin >= stop) continue;
@@ -423,7 +424,7 @@ void Machine::end(Stream& stream, Op& op) {
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;
-    if (turn.number <= count.value) continue;  // overtaken by a later signal
+    if (turn.number <= count.value) continue;  // a later signal has already arrived
     count.value = turn.number;
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);

@@ -19,7 +19,8 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-constexpr auto kSlowness = std::chrono::milliseconds(10);  // difference in time of two adjacent algorithms, for tests of tuning
+constexpr auto kSlowness =
+    std::chrono::milliseconds(10);  // for tests of tuning: each algorithm is slower than the next by this time
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 
@@ -80,7 +81,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
-// Restrictions of cuBLASLt on Hopper for 8-bit floats.
+// Reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats; null if it is supported.
 const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, const Layout& d) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;

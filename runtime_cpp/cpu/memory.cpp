@@ -49,7 +49,7 @@ void* map_memory(std::size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   if (!map_pattern(base, bytes)) {
-    // The process has too many mappings, so one mapping covers the whole range, which is then filled.
+    // The process has too many mappings. So use one mapping for the whole range, and fill it.
     if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
       munmap(base, bytes);
       return nullptr;

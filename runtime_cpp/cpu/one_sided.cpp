@@ -114,7 +114,7 @@ void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, st
   });
 }
 
-// Makes an op wait for signals of other processes, whose counters are in shared memory.
+// Makes an op wait for signals of other processes. The counters of these signals are in shared memory.
 void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited, bool in_graph) {
   std::vector<std::uint64_t> turns;
   for (const SignalTurn& turn : std::exchange(op.awaits, {})) turns.push_back(turn.number);
@@ -147,7 +147,7 @@ OpPtr wait_op(ncclComm_t comm, const std::vector<ncclWaitSignalDesc_t>& awaited,
   return op;
 }
 
-// Description of registered memory for other ranks.
+// Description of a rank's registered memory, for the other ranks.
 struct Registration {
   SharedFile file;
   std::uint64_t offset, bytes;

@@ -58,7 +58,7 @@ bool Traffic::done() const {
   return std::ranges::all_of(out, empty) && std::ranges::all_of(in, empty);
 }
 
-// The shared memory of a communicator. The OS initialises it to zeros.
+// The shared memory of a communicator. The OS fills new shared memory with zeros.
 struct SharedGroup::Segment {
   struct Seat {
     alignas(kLine) std::atomic<std::uint32_t> bell;  // incremented when something changes for this rank

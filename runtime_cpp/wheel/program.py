@@ -93,7 +93,7 @@ _library.hw_last_error.restype = ctypes.c_char_p
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """Calls a function of the C API. Raises ValueError for wrong arrays, RuntimeError for other failures."""
+    """Calls a function of the C API. Raises ValueError for wrong arrays, and RuntimeError for other failures."""
     if status := getattr(_library, function)(*arguments):
         text = f"{NAME}: {_library.hw_last_error().decode()}"
         raise ValueError(text) if status == 1 else RuntimeError(text)

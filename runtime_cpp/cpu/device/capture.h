@@ -58,6 +58,6 @@ struct CUgraph_st {
 
 struct CUgraphExec_st {
   std::vector<hostweave::cpu::Node> nodes;
-  std::vector<hostweave::cpu::Stream*> lanes;  // internal streams; none for lane 0
+  std::vector<hostweave::cpu::Stream*> lanes;  // internal streams by lane; null for lane 0, the launch stream
   hostweave::cpu::OpPtr last;                  // end of the last launch; launches of a graph do not overlap
 };

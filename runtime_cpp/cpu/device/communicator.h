@@ -26,7 +26,7 @@ struct Asked {
   std::size_t count = 0;
   ncclDataType_t type = ncclFloat32;
   ncclRedOp_t reduction = ncclSum;
-  int root = -1;  // for broadcast and reduce
+  int root = -1;  // only for broadcast and reduce
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
@@ -74,7 +74,7 @@ struct Match : Asked {
   bool is_shared() const {
     return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
-  void exchange();  // moves the data; all seats' buffers are valid and not accessed by others
+  void exchange();  // moves the data; meanwhile no other op accesses the buffers of the seats
 };
 
 // Memory that all ranks of a process group registered in one collective call.
@@ -100,14 +100,14 @@ struct ProcessGroup {
   }
 
   const char* name = "";
-  std::shared_ptr<SharedGroup> shared;  // set if ranks are processes; the other members below are for threads
-  std::vector<int> devices;             // by rank; -1 before it has joined
+  std::shared_ptr<SharedGroup> shared;  // null unless ranks are processes
+  std::vector<int> devices;             // by rank; -1 until the rank has joined
   int arrived = 0;
   bool stopped = false;  // true after a failure if ranks may have issued different operations before it
   // The n-th collectives of all ranks match. The n-th send to a rank matches the rank's n-th recv from the sender.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
-    std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched
+    std::deque<std::shared_ptr<Match>> sends, recvs;  // not matched yet
   };
   std::map<std::pair<int, int>, Channel> channels;                            // (sender, receiver)
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
@@ -116,12 +116,12 @@ struct ProcessGroup {
   std::vector<std::uint64_t> issued;                                          // number of collectives by rank
 };
 
-// Creation of communicators, and groups of calls.
+// Functions for the creation of communicators, and for groups of calls.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // error if invalid, or stopped by a failure
-void wait_for_ops(Lock& lock, ncclComm_t comm);                       // ops that this rank has issued
+void wait_for_ops(Lock& lock, ncclComm_t comm);                       // waits for the ops that this rank has issued
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
-ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all ranks have joined
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // waits until all ranks have joined
 // Returns the work of an op that waits for other processes.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
@@ -131,7 +131,7 @@ struct ncclComm {
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
-  hostweave::cpu::OpPtr last;  // last op of this rank
-  std::shared_ptr<bool> in_graphs =
-      std::make_shared<bool>();  // shared with graph nodes that use the communicator, as a reference count
+  hostweave::cpu::OpPtr last;                                  // last op of this rank
+  std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // graph nodes that use the communicator hold copies: the use count
+                                                               // tells whether there are such nodes
 };

@@ -67,9 +67,9 @@ class Memory {
   void release(void* pointer);
   // Allocation that contains this address, or null.
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
-  const Allocation* at(const void* pointer) const;  // allocation that begins here
-  std::uint64_t live_bytes() const;                 // on all devices
-  std::uint64_t made() const { return made_; }      // total number of allocations
+  const Allocation* at(const void* pointer) const;  // allocation that begins at `pointer`, or null
+  std::uint64_t live_bytes() const;                 // bytes allocated on all devices
+  std::uint64_t made() const { return made_; }      // total number of allocations on devices
 
  private:
   std::map<std::uintptr_t, Allocation> allocations_;
@@ -118,7 +118,8 @@ class Machine {
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
   // --- work
-  // Calls run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Ops call `split` while they compute.
+  // Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces. Ops call
+  // `split` while they compute.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();

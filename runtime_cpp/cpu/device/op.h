@@ -82,7 +82,7 @@ struct OpName {
   int subject = -1;                // index of the argument whose name is in reports; -1: none
   Place place;
 
-  std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)
+  std::string text() const;  // such as "rank 0 stream 1: all_reduce h over x (program.cpp:41)"
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
@@ -97,7 +97,7 @@ struct Stream;
 struct SignalCount {
   int sender = 0;  // device numbers
   int number = 0;
-  std::uint64_t given = 0, awaited = 0;           // enqueued counts
+  std::uint64_t given = 0, awaited = 0;           // numbers of enqueued signals and of awaited signals
   std::uint64_t value = 0;                        // number of arrived signals
   std::map<std::uint64_t, ClockSnapshot> clocks;  // sender's clock at each count
   std::vector<Stream*> waiters;

@@ -15,7 +15,7 @@ struct Candidate {
   Stream* stream;    // or null
   int device;
   int number;               // stream number
-  std::uint64_t* priority;  // kept between picks; 0 until the picker draws one
+  std::uint64_t* priority;  // kept between picks; 0 until the picker draws a priority
 };
 
 class Picker {

@@ -31,8 +31,8 @@ typedef struct hw_cpu_config {
   int ranks = 0;                 // rank threads that will attach; 0 means `devices`
   int processes = 0;             // 1: each rank is a process of this host with one device; parallel mode only
   int workers = 0;               // worker threads in parallel mode; 0 means one per core
-  int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
-                                 // (yes in parallel mode). NCCL has this order; 0 finds programs that depend on it.
+  int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed (yes in
+                                 // parallel mode). NCCL runs ops in this order; 0 finds programs that depend on the order.
   int buffered_sends = -1;       // a send may end before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies = -1;   // report unordered conflicting accesses: 1 yes, 0 no, -1 in seeded mode only
   double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
@@ -56,9 +56,9 @@ int hw_cpu_pause(void);
 // Reports a failure outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
 
-// Fault injection: makes the nth following call of `call` fail, on any thread. `call` is "cudaMalloc", "cudaMallocHost",
-// "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or "cublasLtCreate". If nth is 0, no
-// call fails.
+// Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc",
+// "cudaMallocHost", "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or "cublasLtCreate".
+// If nth is 0, no call fails.
 void hw_cpu_fail_call(const char* call, int nth);
 
 // Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
@@ -72,7 +72,7 @@ const char* hw_cpu_last_report(void);
 int hw_cpu_failed(void);
 
 typedef struct hw_cpu_counters {
-  uint64_t ops;         // finished since hw_cpu_configure
+  uint64_t ops;         // ops finished since hw_cpu_configure
   uint64_t steps;       // number of choices in seeded mode
   uint64_t schedule;    // hash of those choices
   uint64_t live_bytes;  // allocated by cudaMalloc and not freed, on all devices

@@ -19,7 +19,7 @@ struct Devices {
   std::condition_variable free;
   std::string party;
   Schedule schedule;
-  int turns = 0;                               // current leases of that party
+  int turns = 0;                               // number of current leases; all belong to `party`
   std::map<std::string, std::string> stopped;  // party -> reason
   std::queue<std::function<void()>> releases;  // run when no lease exists
   bool has_reaper = false;

@@ -128,7 +128,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
-  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates memory: impossible in a capture
+  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates memory, which is impossible in a capture
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();

@@ -88,7 +88,8 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// Device addresses of arrays: memory of `staging`, or the array if it is on this device and sufficiently aligned.
+// Device address of each array: its own address if the array is on this device and sufficiently aligned, otherwise memory of
+// `staging`.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
   std::vector<void*> placed;

@@ -106,7 +106,7 @@ class Straightening {
     }
   }
 
-  // Replaces the edges of the graph. Needed edges between kernels stay unchanged.
+  // Replaces the edges of the graph. A needed edge stays unchanged if neither of its nodes was replaced.
   void lay_edges() {
     const CudaEdges given = edges_of(graph_);
     std::vector<bool> stays(given.data.size());

@@ -25,7 +25,8 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks on the CPU device. Without it, the device would miss a deadlock if a rank left before another arrived.
+// Barrier of all ranks on the CPU device. Without this barrier, the device would miss a deadlock if a rank left before another
+// rank arrived.
 void meet(int ranks);
 // Waits for the stream. Returns false if the stream is not done yet: check if the ranks are stopped, and call again.
 bool synchronize(cudaStream_t stream);
@@ -36,7 +37,7 @@ void stop(const std::string& reason);
 
 // True if only one group at a time may use the devices.
 extern const bool kOneParty;
-// True if a copy to memory of the host blocks the thread until the stream is done.
+// True if a copy to host memory blocks the thread until the stream is done.
 extern const bool kCopiesBlock;
 // True if the device has been initialised.
 bool is_set_up(int device);
@@ -48,7 +49,7 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
                         const std::atomic<bool>& aborted);
 // Aborts communicators; call it with their device current. Ends the waits of streams for their peers, even for exited peers.
 void abort(const std::vector<ncclComm_t>& comms);
-// Waits at the end of a call: for the device on the CPU target, not at all on CUDA.
+// Called at the end of a call. On the CPU target, waits for the device. On CUDA, does nothing.
 void finish();
 
 }  // namespace hw::target

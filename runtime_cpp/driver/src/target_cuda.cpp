@@ -136,7 +136,7 @@ namespace {
 
 using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
 
-// cuStreamWaitValue32: waits until the value at an address is at least the given one (flags = 0).
+// cuStreamWaitValue32: waits until the value at an address is at least `value` (flags = 0).
 WaitValue wait_value() {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
   static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;

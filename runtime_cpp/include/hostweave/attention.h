@@ -31,8 +31,8 @@ struct AttentionOptions {
   const AttentionKernels* kernels = nullptr;  // for problems that cuDNN does not support
 };
 
-// Optional operands of a call. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch,
-// sequences + 1]: the starts of the sequences, and the end of the last one.
+// Optional operands of a call. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch, sequences + 1]: the
+// starts of the sequences, and the end of the last sequence.
 struct Beside {
   float* lse = nullptr;
   const int32_t* lengths = nullptr;
@@ -68,7 +68,7 @@ class AttentionPlan : Attentions {
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 
-  // Uses the shapes of the last prepare. A row without columns gives zeros and an lse below -1e30. Lengths are at least 1.
+  // Uses the shapes of the last prepare. A row without columns gives zeros and an lse below -1e30. Lengths must be at least 1.
   cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 };
 

@@ -100,7 +100,7 @@ struct Sight {
   }
 };
 
-// Launches of the kernels for one dtype and maximum head size; null if they are not compiled.
+// Kernels for one dtype and maximum head size; null if they are not compiled.
 struct AttentionKernels {
   void (*attend)(AttentionKernel);
   void (*differentiate_queries)(AttentionKernel);

@@ -41,7 +41,7 @@ __device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
   return batch * x.batch_stride + head * x.head_stride;
 }
 
-// Tile of kAttentionTile rows of a head from row `first` on. It has fewer rows if `end` comes first.
+// Tile of kAttentionTile rows of a head, from row `first` on. The tile stops at row `end`.
 template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
@@ -180,7 +180,7 @@ class Products {
     for (int i = 0; i < kRows; ++i) x[i] = combined(halves_[0][row(i)], halves_[1][row(i)]);
   }
 
-  // Scratch memory for a tile of floats. The next product overwrites it.
+  // Scratch memory for a tile of floats. The next product overwrites this memory.
   __device__ auto floats() { return reinterpret_cast<float (*)[kTileSide + 1]>(a_); }
 
  private:

@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
-// HW_CHECK logs its line. Before, when the arguments in the line are evaluated, their stream, events and channel add themselves
-// to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture without
-// milestones. The milestones and the order of streams and events determine which lines have finished.
+// HW_CHECK adds its line to the log. Before that, the stream, events and channel in the line add themselves to the log, when they
+// are evaluated as arguments. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a
+// capture without milestones. The milestones and the order of streams and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -38,9 +38,9 @@ class CallLog {
 
   // Begins a call. All work that is enqueued until `end_call` belongs to the call.
   void begin_call();
-  // Ends the call. All its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
+  // Ends the call. All its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError if CUDA fails.
   void end_call(cudaStream_t caller);
-  // States that the call is the launch of a graph of these ops.
+  // Declares that the call launches a graph of these ops.
   void launches(LoggedOps* ops);
 
   // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
@@ -51,13 +51,14 @@ class CallLog {
     ~Adding();
     Adding(Adding&&) = delete;
   };
-  // Prepares captures. Returns true if they can have milestones (see Milestones::prepare_capture). Throws ExecutionError.
+  // Prepares captures. Returns true if they can have milestones (see Milestones::prepare_capture). Throws ExecutionError if CUDA
+  // fails.
   bool prepare_capture(bool wanted);
   // For captures by the application: add milestones before and after the captured work, if the capture is marked. Both throw
-  // ExecutionError.
+  // ExecutionError if CUDA fails.
   void begins_launch();
   void ends_launch();
-  // Returns the ops of the last capture. The graph calls `forget` when it no longer needs the ops.
+  // Returns the ops of the last capture. A Graph calls `forget` when it is destroyed.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 

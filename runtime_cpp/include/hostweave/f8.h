@@ -20,7 +20,7 @@ struct f8e5m2 : __nv_fp8_e5m2 {
 };
 
 #ifdef __CUDACC__
-// Rounds two numbers in the time of one. `to` must be aligned to 2 bytes.
+// Rounds pairs of numbers. A pair takes as long as one number. `to` must be aligned to 2 bytes.
 template <int kCount>
   requires(kCount % 2 == 0)
 __device__ void round_pairs(const float (&from)[kCount], f8e4m3 (&to)[kCount]) {

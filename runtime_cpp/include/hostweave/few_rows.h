@@ -1,4 +1,4 @@
-// Matmuls with few rows, x[rows, depth] w[depth, columns]. Most of their time is spent on reading the weights. A cluster computes
+// Matmuls with few rows, x[rows, depth] w[depth, columns]. Reading the weights takes most of the time. A cluster computes
 // kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
 // are deterministic. One kernel may compute several matmuls with the same x. Each warp then works on one of these matmuls.
 #pragma once
@@ -209,7 +209,7 @@ struct WideSums<float, kTransposed, 1> {
   }
 };
 
-// Sums for operands that do not allow 16-byte reads, one element at a time.
+// Sums for operands that do not allow 16-byte reads. Reads one element at a time.
 template <class T, bool kTransposed, int kGroups = 1>
 struct NarrowSums {
   static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;

@@ -27,7 +27,8 @@ struct Setting {
 // unknown names, and for values that are not numbers of at least 1.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Runs `rank` for each rank in its own thread. Exits the process if a rank throws, because the other ranks would wait for it.
+// Runs `rank` for each rank in its own thread. Exits the process if a rank throws, because the other ranks would wait for that
+// rank.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
 // A dim of a global tensor. A rank holds one of `shards` shards. In zigzag, rank r holds two of 2 * shards pieces: piece r from
@@ -90,13 +91,13 @@ class DeviceTensor {
 
   operator Tensor() const { return tensor_; }
 
-  // Pseudorandom values that depend on the seed and the global index, so replicas are equal.
+  // Fills the tensor with pseudorandom values. A value depends on the seed and on the global index, so replicas are equal.
   void randomize(uint64_t seed);
   void fill_bytes(int value) const;
   Bytes to_host() const;
   // Throws std::runtime_error unless the tensor equals both `before` (its bytes after the previous call) and `of_twin`.
   void expect_same(const Bytes& before, const Bytes& of_twin) const;
-  // Throws std::runtime_error unless the tensor is close to its block of the reference, which is the bytes of a global tensor.
+  // Throws std::runtime_error unless the tensor is close to its block of the global tensor with the bytes `reference`.
   void expect_close(const Bytes& reference, const Tolerance& tolerance) const;
 
   int twin() const { return twin_; }

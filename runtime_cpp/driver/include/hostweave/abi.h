@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// View of an array in the table, because std::span would double the compile time of a binding.
+// View of an array in the table. std::span instead of this class would double the compile time of a binding.
 template <class T>
 class List {
  public:
@@ -72,7 +72,7 @@ struct Calls {
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // Enclose the work of a call on `caller`; see CallOrder. `run` calls both.
+  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Returns part `part` of the memory for temporaries, or null if there are fewer parts.

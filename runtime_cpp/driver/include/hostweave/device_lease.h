@@ -1,4 +1,4 @@
-// Leases of the devices of this process, so that groups of ranks use them one after another.
+// Leases of the devices of this process, so that groups of ranks use the devices one after another.
 #pragma once
 #include <cstdint>
 #include <functional>

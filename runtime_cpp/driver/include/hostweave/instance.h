@@ -68,8 +68,8 @@ class Progress {
 // A call as a CUDA graph. The member must outlive this object. An abort of the member destroys the CUDA graph.
 class Graph {
  public:
-  // Takes ownership of a captured graph, and uploads it. An upload at the launch could queue behind work that waits for other
-  // ranks. The stream must be idle.
+  // Takes ownership of a captured graph, and uploads it. Without this upload, the first launch would upload the graph, perhaps
+  // behind work that waits for other ranks. The stream must be idle.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;
@@ -100,7 +100,7 @@ class Table {
 enum class Graphs {
   never,
   noted,     // no graphs, but records the call's arrays for later calls with `repeated`
-  repeated,  // if the arrays are the same as in an earlier call
+  repeated,  // a graph if the arrays are the same as in an earlier call
   all,
 };
 
@@ -136,7 +136,7 @@ class Instance {
   void in_use(const Schedule& schedule, const std::function<void()>& work);
   // Sets the arrays of the next `make_call`.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Makes a call: logs it, and calls `work`, which enqueues it.
+  // Makes a call: logs the call, and calls `work` to enqueue it.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
   void enqueue(cudaStream_t caller, bool is_marked = false);
   // Fills the program's temporaries with NaN.
@@ -144,7 +144,8 @@ class Instance {
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  // From any thread: progress of the calls, and positions of the streams in the first unfinished call.
+  // Return the progress of the calls, and the positions of the streams in the first unfinished call. Any thread may call these
+  // functions.
   CallLog::State progress();
   Standstill standstill();
   // Number of calls whose graphs are cached.
@@ -172,7 +173,7 @@ class Instance {
   bool measures_, marks_graphs_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
-  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls with these arguments
+  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls with these shapes
   std::optional<Progress> progress_;
   std::list<Seen> seen_;       // most recent first
   std::vector<void*> memory_;  // memory of temporaries that the graphs in seen_ use

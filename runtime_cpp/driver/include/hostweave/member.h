@@ -22,8 +22,8 @@ namespace target {
 class Attached;
 }
 
-// RAII: makes a device current. Afterwards restores the previous device, but only if that device is already initialised:
-// selecting it would otherwise initialise it, which costs time and memory.
+// RAII: makes a device current. Afterwards makes the previous device current again, but only if that device is initialised.
+// Otherwise CUDA would initialise the previous device, which costs time and memory.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -57,8 +57,8 @@ class Member {
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
   // Makes an id for a process group with that transport.
   ncclUniqueId new_id(Transport transport);
-  // Collective: creates the channels of the process groups in `ids`, whose keys are ProcessGroup::key. Throws ExecutionError if
-  // other ranks do not join in time.
+  // Collective: creates the missing channels of the program. `ids` has an id for each missing process group, by
+  // ProcessGroup::key. Throws ExecutionError if other ranks do not join in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
@@ -70,8 +70,8 @@ class Member {
   // Collective. Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // Register and destroy a graph that uses the member's channels. An abort destroys registered graphs too, because NCCL
-  // destroys a communicator only after the graphs that use it.
+  // add_graph registers a graph that uses the member's channels, and destroy_graph destroys the graph. An abort destroys
+  // registered graphs too, because NCCL destroys a communicator only after the graphs that use it.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
@@ -128,7 +128,7 @@ class Member {
   std::timed_mutex in_use_;
   std::mutex owned_mutex_;
   std::vector<ncclComm_t> owned_;                  // communicators of the channels of rank_
-  std::vector<std::unique_ptr<PeerGroup>> peers_;  // groups of the channels with transport peer
+  std::vector<std::unique_ptr<PeerGroup>> peers_;  // groups of the channels with transport `peer`
   std::set<cudaGraphExec_t> graphs_;
   std::atomic<bool> aborted_ = false;
 };

@@ -14,7 +14,7 @@ struct ProcessGroup {
   std::string axes;           // axes along which the ranks differ: "dp, tp"
   std::string key;            // mesh, axes, shared coordinates, and the transport unless it is the default:
                               // "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1"
-  int64_t rank_in_group = 0;  // row-major index in the coordinates along the axes
+  int64_t rank_in_group = 0;  // index of this rank in the group: row-major in the coordinates along the axes
   int64_t size = 1;
   std::vector<int64_t> ranks = {};  // world ranks, in the order of the group
   Transport transport = Transport::two_sided;

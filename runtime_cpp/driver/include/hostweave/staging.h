@@ -15,7 +15,7 @@ namespace hw {
 struct Array {
   void* data = nullptr;
   size_t bytes = 0;
-  int device = -1;  // -1: host memory. Outputs are in host memory or on the rank's GPU, inputs anywhere
+  int device = -1;  // -1: host memory. Outputs must be in host memory or on the rank's GPU; inputs may be anywhere
 };
 
 struct Timing {
@@ -34,14 +34,14 @@ class StagedCalls {
   struct Call {
     std::vector<Array> inputs, outputs;
   };
-  // Allocates memory for these calls, which have the prepared shapes. Copies inputs from GPUs of other ranks. All ranks prepare
-  // before any rank runs.
+  // Allocates memory for these calls. Their arrays must have the prepared shapes. Copies inputs from GPUs of other ranks. All
+  // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
   // Enqueues all calls, and then waits for them. Inputs and outputs are copied on the stream of the calls. With `poison`, that
   // stream first fills outputs and temporaries with NaN.
   void run(const Schedule& schedule, bool poison);
-  // Times `repetitions` repetitions of the first call, after `warmups` untimed ones. All ranks start each repetition together.
-  // Excludes copies.
+  // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
+  // together. The times exclude copies of arrays.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
@@ -62,7 +62,7 @@ class StagedCalls {
   Table nothing_bound_;
   int device_;
   cudaStream_t caller_ = nullptr;
-  std::vector<DeviceMemory> inputs_, outputs_;      // arrays of all calls
+  std::vector<DeviceMemory> inputs_, outputs_;      // memory for copies of arrays; all calls share it
   std::vector<std::vector<DeviceMemory>> fetched_;  // [call][input]
   std::vector<Call> calls_;
   std::vector<Placed> placed_;

@@ -32,8 +32,8 @@ struct LaunchEvents {
 
 // Loads the kernels of `straighten` on the current device. Call it before any rank runs.
 void prepare_to_straighten();
-// Replaces a captured graph by an optimised one. Each launch of the optimised graph must await and record the returned events. If
-// a graph cannot be optimised, leaves the graph unchanged. `idle` is an idle stream for a capture.
+// Replaces a captured graph by an optimised graph. Each launch of the optimised graph must await and record the returned events.
+// If a graph cannot be optimised, leaves the graph unchanged. `idle` is an idle stream for a capture.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw

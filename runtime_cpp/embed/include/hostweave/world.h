@@ -15,7 +15,7 @@
 namespace hw {
 
 // Declares that ranks are threads of this process, with `count` devices. The CPU target creates the devices. The CUDA target
-// throws ExecutionError if this host has fewer GPUs. Call this function once, before any other call.
+// throws ExecutionError if this host has fewer than `count` GPUs. Call this function once, before any other call.
 void use_devices(int count);
 // Declares that ranks are processes. On the CPU target, every process calls this function once, before any other call.
 void use_processes();
@@ -45,7 +45,7 @@ class World {
   std::vector<std::unique_ptr<PeerGroup>> peers_;
   std::vector<std::unique_ptr<ncclComm, Destroy>> comms_;  // the first contains all ranks
   std::set<std::string> joined_;
-  Rank rank_;  // destroyed before its communicators
+  Rank rank_;  // destroyed before the communicators
 };
 
 }  // namespace hw
