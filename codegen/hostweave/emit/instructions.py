@@ -71,7 +71,7 @@ class Emitter:
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
         body = _joined(body)
         for number, i in enumerate(body):
-            follows = tree.names(i, "join", "record")  # belongs to the instructions before it
+            follows = tree.names(i, "join", "record")  # a join or record belongs to the instructions before it
             lines = [] if follows else self.lines_of(body[number:])
             before, self.comments = self.comments, lines or self.comments
             continued = len(before) if self.comments[: len(before)] == before else 0  # number of lines that are printed already

@@ -141,8 +141,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type. This is the expression if it is used once, and is short or assigned to a variable. Otherwise
-        it is a local variable, which the first use declares."""
+        """C++ of a value in its compute type. This is the expression, if the value is used once and the expression is short or assigned to
+        a variable. Otherwise this is a local variable, which the first use declares."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:

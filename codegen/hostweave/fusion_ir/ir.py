@@ -59,8 +59,8 @@ ROTATIONS = ("local_first", "local_last")
 class Stream:
     """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop, such as p2p or put.
 
-    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then that of the loop, and two other fields describe
-    the loop:
+    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then the algorithm of the loop, and two other fields
+    describe the loop:
 
     - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
     - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.

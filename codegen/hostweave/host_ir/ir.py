@@ -1,9 +1,9 @@
 """The host IR: the operations that the host of one rank enqueues, in order. All ranks share one program; the rank number is a run-time
 value.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of its fields say which buffers it defines, reads,
-writes or frees. Most analyses and passes use only these roles and the traits of the class, so they need no change for a new instruction. An
-instruction outside of all `stream` blocks runs on the caller's stream.
+Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of an instruction's fields say which buffers the
+instruction defines, reads, writes or frees. Most analyses and passes use only these roles and the traits of the class, so they need no
+change for a new instruction. An instruction outside of all `stream` blocks runs on the caller's stream.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. The name omits iota, and a `multiply` whose result is named
-        `multiply_y`.
+        A kernel that updates its operand in place is named after the operand. The name omits iota, and ops whose result is named after the
+        op, such as `multiply_y`.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

@@ -45,7 +45,7 @@ RemoteRead = Annotated[str, "remote_read"]  # buffer in a peer's memory that is 
 RemoteWrite = Annotated[str, "remote_write"]
 Guarded = Annotated[str, "guard"]  # buffer that is not accessed, but whose accesses must not move across the instruction
 
-# roles that a role implies; an access to a peer's buffer counts as one to the local buffer, because all ranks run the same program
+# Roles that a role implies. An access to a peer's buffer counts as an access to the local buffer, because all ranks run the same program.
 INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),
@@ -71,7 +71,7 @@ class Instruction:
     marks: ClassVar[bool] = False  # True if the instruction records the time at which a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if log-sum-exps are written, "takes" if they are read
     grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
-    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match instructions of peers, in order
+    # kind of communication: send, recv, collective, signal, wait_signal or get
     posts: ClassVar[str] = ""
     exchanges: ClassVar[bool] = False  # True if the launched kernel exchanges data with kernels of other ranks
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
@@ -347,7 +347,7 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 class AliasRoots:
     """Alias roots of the names that a walk has visited so far: the parameters or allocations that contain the memory of a view. A `choose`
-    may have several. If sibling bodies define a name twice, the last definition counts."""
+    may have several roots. If sibling bodies define a name twice, the last definition counts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source

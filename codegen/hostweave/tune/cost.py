@@ -183,8 +183,8 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
     """Extra seconds of an attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
 
-    If keys are gathered, the values need a second gather, and both are copied to the layout of attention. In a loop over blocks, a rank
-    packs its keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
+    If keys are gathered, the values need a second gather, and keys and values are copied to the layout of attention. In a loop over blocks,
+    a rank packs its keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)

@@ -120,8 +120,8 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul that a chunk loop can compute for a reduction, and the chunked dim. No matmul if another op reads its result,
-        or if a chunked operand comes from a communication, a partial sum or a loop."""
+        """Returns the matmul that a chunk loop can compute for a reduction, and the chunked dim. Returns no matmul if another op reads the
+        matmul's result, or if a chunked operand comes from a communication, a partial sum or a loop."""
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -163,8 +163,8 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Returns all alternatives for a candidate, fastest first. The number of chunks divides the dim. Loops over keys have at most one chunk
-    per rank."""
+    """Returns all alternatives for a candidate, fastest first. The number of chunks divides the length of the dim. Loops over keys have at
+    most one chunk per rank."""
     op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 

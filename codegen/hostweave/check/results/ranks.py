@@ -339,7 +339,7 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer on all ranks. Parts are arrays [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
+    """A buffer on all ranks. `parts` are arrays [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count

@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. With `is_causal`, the
       query rows are the last rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call under three conditions: `attention` would be one; there is no dropout; a float mask, if given, has the
-    query's dtype. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. For sharded keys
-    and rows, see `attention`.
+    The function is one kernel call under three conditions: `attention` is one kernel call for these operands; there is no dropout; a float
+    mask, if given, has the query's dtype. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no
+    communication. For sharded keys and rows, see `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 

@@ -24,8 +24,8 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     | a | b | result | group e computes |
     |---|---|---|---|
-    | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
-    | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
+    | [T, K] | [E, K, N] | [T, N] | the group's rows of `a` times b[e] |
+    | [K, T] | [T, N] | [E, K, N] | the group's columns of `a` times the group's rows of `b` |
 
     The second form computes the gradient of b of the first form. A group begins at the end of the previous group. The host does not read
     the offsets. Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, result rows after the last

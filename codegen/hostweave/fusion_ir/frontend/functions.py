@@ -27,7 +27,7 @@ SizeLike = int | str | Size
 
 @checked
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
+    """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
     wrap around. cuBLASLt does not support ints, so a generated kernel computes a matmul of ints. This kernel is much slower than a matmul
@@ -56,8 +56,8 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | row and column | [M, 1] | [1, N] |
     | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
-    Shardings propagate as for `matmul`; a scale is sharded like its operand. A bias, `relu` or tanh `gelu` of the product can become its
-    epilogue. The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied
+    Shardings propagate as for `matmul`; a scale is sharded like its operand. A bias, `relu` or tanh `gelu` can become the epilogue of the
+    product. The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied
     first. If cuBLASLt does not support the matmul, other ops compute it, and `Program.explain` reports this.
 
     Raises ProgramError for other dtypes and shapes.
@@ -76,7 +76,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
 @checked
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
+    """Power of floats: a to the power of b, also written `a ** b`. Dims broadcast.
 
     If the exponent is the Python int 1, 2, 3 or 4, the power is computed by multiplication. `a` may then be a tensor of ints.
 
@@ -197,7 +197,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     """Vector of the numbers start, start + step, ... before `stop`. A single argument is `stop`; `start` is then 0.
 
     `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` must be positive, and must divide `stop - start` in
-    each call. Floating dtypes are computed in i32, and then cast.
+    each call. If `dtype` is floating, the numbers are computed in i32, and then cast.
 
     Raises ProgramError for other bounds or steps, for an empty range, and for dtype bool.
 
@@ -383,7 +383,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     `pad` is as in torch.nn.functional: the numbers of elements (before, after) of the last dim, then of the second-to-last dim, and so on.
     A sharded dim is gathered before it is padded. `mode` must be "constant".
 
-    Raises ProgramError for another mode, for negative or too many widths, or for a value that the dtype cannot represent.
+    Raises ProgramError for another mode, for a negative width, for too many widths, or for a value that the dtype cannot represent.
 
     Example: `hw.pad(x, (1, 2))` with `x: f32[M, N]` gives `f32[M, (N + 3)]`.
     """

@@ -74,8 +74,8 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
-    """Like `take_along_axis`, but dims of x other than `axis` may be longer than those of `indices`, as in torch. The excess is not read.
-    If the size of such a dim of `indices` is symbolic, x must have the same size.
+    """Like `take_along_axis`, but dims of x other than `axis` may be longer than those of `indices`, as in torch. The additional elements
+    of x are not read. If the size of such a dim of `indices` is symbolic, x must have the same size.
 
     Raises ProgramError for other shapes.
 
@@ -168,8 +168,8 @@ Starts = Sequence[Tensor | int]  # one start per dim
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
     """Slice of x with `sizes` elements per dim, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    As in jax.lax, starts are clamped so that the slice fits. If a slice covers a whole dim, its start is ignored. If another dim is
-    sharded, the result is a partial sum: each rank reads the elements of its shard, and zeros elsewhere.
+    As in jax.lax, starts are clamped so that the slice fits. If the slice covers a whole dim, the start of this dim is ignored. If the
+    slice covers a part of a sharded dim, the result is a partial sum: each rank reads the elements of its shard, and zeros elsewhere.
 
     Raises ProgramError if starts or sizes do not match x.
 
@@ -419,8 +419,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, no logits are gathered. One all-reduce combines the largest logit of each row, and a second one the sum of the
-    exponentials and the target's logit. See `take` for targets out of range.
+    If V is sharded, no logits are gathered. One all-reduce computes the largest logit of each row. A second all-reduce adds partial sums:
+    of the exponentials, and of the target's logit. See `take` for targets out of range.
 
     Raises ProgramError for other shapes or dtypes, or an unknown reduction.
 

@@ -282,7 +282,7 @@ class _Names:
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
         self.given = set(given)  # values that the user named, and results of ops that only move their elements
-        self.subjects: dict[str, str] = {}  # value with a derived name -> the operand's name that this name contains
+        self.subjects: dict[str, str] = {}  # value with a derived name -> name of the operand in the derived name
         self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value from which the elements come
 
     def claim(self, number: str, wanted: str) -> None:

@@ -367,10 +367,10 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
     """Fuses the producer's launch, at `place`, into the consumer's launch, at `into`. The kernel also writes the `kept` results. The fused
-    kernel keeps the names of the consumer's kernel."""
+    kernel keeps the value names of the consumer's kernel."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
-    # buffer -> name in the consumer
+    # buffer -> name of its value in the consumer's kernel
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
