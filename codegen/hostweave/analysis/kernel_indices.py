@@ -25,14 +25,14 @@ class Span:
     dim: int
     index: str | None  # index of the result's dim
     part: str  # name of the part, which is the operand's dim
-    whole: str  # name of the result's dim if it is a part too, otherwise ""
+    whole: str  # name of the result's dim if this dim is a part too, otherwise ""
     start: Size
     end: Size
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """Index space of a kernel: the loops that it needs.
+    """Index space of a kernel: the loops that the kernel needs.
 
     `indices` maps each value to the indices of its dims, with None for a dim without a loop. A reduction reads values with all indices, and
     its result has only `kept` indices. A result of the kernel has all indices, or the `kept` indices.
@@ -44,7 +44,7 @@ class Iteration:
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # value -> its dim over which no loop iterates, because it is indexed by data or needed as a whole
+    lanes: dict[str, int]  # value -> its dim without a loop, because data indexes the dim, or an op needs the whole dim
     parts: dict[str, dict[str, str]]  # value -> index -> name of the part
     joined: dict[str, tuple[tuple[Span, ...], ...]]  # result of a concat or pad -> ranges of every operand
 
@@ -67,7 +67,7 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 class _Dims:
-    """Union-find over dims that share an index, and a map from each part to the dim that contains it."""
+    """Union-find over dims that share an index, and a map from each part to the dim that contains the part."""
 
     def __init__(self) -> None:
         self.same: dict[DimOfValue, DimOfValue] = {}

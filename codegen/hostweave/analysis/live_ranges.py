@@ -1,8 +1,8 @@
 """Live ranges of a host program's temporaries, from which the arena is laid out.
 
 An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of the
-enclosing body. A buffer that is allocated later in program order may reuse its bytes. If the freed buffer belongs to a stream, only buffers
-of the same stream may reuse the bytes until the streams are joined.
+enclosing body. Buffers that are allocated later in program order may reuse the bytes of an ended buffer. If the freed buffer belongs to a
+stream, only buffers of the same stream may reuse the bytes until the streams are joined.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class _Walk:
         return (*steps, *map(End, own.values())) if is_nested else steps
 
     def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
-        """Events of the instructions of a body. `own` collects buffers that begin in the body, or in an `on` body in it, and have not
-        ended."""
+        """Events of the instructions of a body. `own` collects buffers that begin in the body, or in an `on` body of this body, and have
+        not ended."""
         steps: list[MemoryEvent] = []
         for i in body:
             for name in tree.names(i, "allocate"):

@@ -24,8 +24,8 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede
-    it."""
+    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede the
+    last one."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
@@ -51,7 +51,8 @@ class PostedCommunications:
 
 
 def _place(part: Operation) -> tuple[ChannelGroup, bool]:
-    """Channel of a communication. The second element is True if a generated kernel exchanges data, and the library does not order it."""
+    """Channel of a communication. The second element is True if a generated kernel exchanges data. The library does not order such
+    communications."""
     return channel_of(part), part.instruction.exchanges
 
 

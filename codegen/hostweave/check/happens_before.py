@@ -3,8 +3,8 @@
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
 rendezvous transport, its receivers must have started too.
 
-Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races: a task's clock lists the earlier tasks that
-streams, events and arriving data prove to have ended. The order that finds deadlocks adds the order in which a rank posts
+Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races. A task's clock lists the earlier tasks that
+have certainly ended, because of streams, events or arriving data. The order that finds deadlocks adds the order in which a rank posts
 communications, because a device may serialise communication kernels of different streams.
 """
 

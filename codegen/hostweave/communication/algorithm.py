@@ -94,7 +94,7 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. In the same iteration, different ranks have different owners, so that they
+        """Owner of an iteration's block in a loop by shard. In the same iteration, different ranks have different owners, so that the ranks
         address different peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))

@@ -16,7 +16,7 @@ from hostweave.types.machine import Machine
 MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
 MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
 COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown
-# seconds between computation and a collective kernel on one stream, until the kernel has started on all ranks
+# seconds from the end of a computation until the next kernel of the stream, a collective, has started on all ranks
 SWITCH_SECONDS = 3.5e-6
 LOOP_SECONDS = 12e-6  # seconds for the forks, signals and joins of a loop
 CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
@@ -77,7 +77,7 @@ class Computed(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A reshard, and the matmuls or attention with which it can overlap: a gather and its consumers, or a matmul and its reduction.
+    """A reshard, and matmuls or attention that can overlap with the reshard: a gather and its consumers, or a matmul and its reduction.
 
     `size` is the number of bytes of the gathered or partial tensor on one rank. If `rows`, the chunks are rows of the results, otherwise
     columns.

@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the result of a gather is in a window and the operand is not, each rank puts the operand to this rank's block of each peer's result:
+If the result of a gather is in a window and the operand is not, each rank puts its operand into its block of each peer's result:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own

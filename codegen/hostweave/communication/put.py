@@ -1,8 +1,8 @@
 """Algorithm put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams they could deadlock,
-because a CUDA graph may execute its branches one after another, in any order. A graph may send a signal to a rank only after this rank has
-waited for the previous signal. A rank therefore waits for a peer's chunk before its next put.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, these instructions
+could deadlock, because a CUDA graph may execute its branches one after another, in any order. A graph may send a signal to a rank only
+after this rank has waited for the previous signal. A rank therefore waits for a peer's chunk before its next put.
 
 Before a loop of puts, each rank signals that its memory for arriving chunks is free. Before a loop of gets, each rank signals that its
 shard is ready. Each reader signals after it has read the shard.

@@ -29,8 +29,8 @@ class _ForwardingRing(_Ring):
     """Ring in which a rank sends a chunk from the buffer in which the chunk arrived."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Emits, except for the last shard: a send of chunks to the next rank, a receive of later chunks from the previous rank, and a
-        record of `event`."""
+        """Emits nothing for the last shard. For other shards, emits a send of chunks to the next rank, a receive of later chunks from the
+        previous rank, and a record of `event`."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -75,7 +75,7 @@ class _ForwardingRing(_Ring):
 
 class _RingGather(_ForwardingRing):
     """All-gather: a rank sends its own block to the next rank, and then each block that arrives from the previous rank, except the last
-    one."""
+    block."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -134,8 +134,8 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """All-gather by puts: a rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank, except those
-    of the last shard."""
+    """All-gather by puts. A rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank. The rank
+    does not forward chunks of the last shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
         """None, because peers never get from this rank."""

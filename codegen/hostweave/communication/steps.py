@@ -217,7 +217,7 @@ def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[S
 
 
 def keeps_dim(op: Op) -> bool:
-    """True if a chunk keeps its dim, even with size 1, because a matmul needs its last two dims."""
+    """True if a chunk keeps the chunked dim even with size 1, because a matmul needs the last two dims."""
     stream = op.result.stream
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 

@@ -58,8 +58,8 @@ class Transfers:
     def wait_for_readers(self) -> None:
         """Emits the waits of senders for their readers.
 
-        A reader may first need other data from a sender, so the waits come late: at the end of the body, before a call whose body has moves
-        to other meshes, or if the signal counters are used up.
+        A reader may first need other data from a sender, so the waits come late. They come at the end of the body, before a call of a
+        function with moves to other meshes, or when the signal counters are used up.
         """
         for wait in self.pending_waits:
             wait()

@@ -159,8 +159,8 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields C++ calls that check sizes at run time: that differences are not negative, that reduced dims are not empty, and that sums of
-    sizes are multiples of the divisor that the program needs."""
+    """Yields C++ calls that check sizes at run time. Differences must not be negative, and reduced dims must not be empty. Sums of sizes
+    must be multiples of the divisors that the program needs."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:
             yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'

@@ -113,7 +113,7 @@ class ProgramContext:
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...], receivers: int = 0) -> LaunchedKernel:
         """Launch of a kernel for buffers of the given types. If `receivers` is not 0, the kernel sends its result to this number of ranks.
-        Kernels that differ only in names share the definition of the first one."""
+        Kernels that differ only in names share the definition of the first kernel."""
         if (kernel, buffers, receivers) not in self.launches:
             name = self.names.of(f"{kernel.name}_sent" if receivers else kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (

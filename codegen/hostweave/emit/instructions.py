@@ -33,7 +33,7 @@ LONGEST_COMMENT = 114
 
 @dataclass(frozen=True)
 class OperandBuffer:
-    """Operand of an instruction: its C++ expression, its type, and the parameter or temporary that it aliases (`root`)."""
+    """Operand of an instruction: C++ expression, type, and the parameter or temporary that the operand aliases (`root`)."""
 
     text: str
     type: BufferType
@@ -195,8 +195,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset, unless each use of the view contains the address itself. Uses contain the address of
-        tensors of a parameter group, of views at offset 0, and of views that only one call of a function uses."""
+        """Declares a pointer at the view's offset. No pointer is needed for a tensor of a parameter group, a view at offset 0, or a view
+        that only one call of a function uses. Each use of such a view contains the address."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:

@@ -45,7 +45,8 @@ class SampleTensor:
     on: str  # C++ condition: rank r has a shard
 
 
-# Tensors of one field of Inputs or Outputs: the length of an array of structs and the tensors of one struct, or 0 and a single tensor.
+# Tensors of one field of Inputs or Outputs. For an array of structs: its length, and the tensors of one struct. Otherwise: 0, and one
+# tensor.
 Field = tuple[int, tuple[SampleTensor, ...]]
 
 

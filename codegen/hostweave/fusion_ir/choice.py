@@ -14,8 +14,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and of the matmuls that it may overlap, in
-    microseconds."""
+    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard, and of the matmuls that may overlap with
+    the reshard, in microseconds."""
 
     algorithm: str
     chunks: int

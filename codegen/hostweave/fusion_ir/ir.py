@@ -89,7 +89,7 @@ class Value:
     """A named tensor.
 
     If `pinned`, the sharding is stated, and no pass may change it. If `is_async`, the value is the result of a communication that runs on a
-    separate stream. `transport` is the transport of this communication, if it is not "". `group` is set for an input that is a parameter
+    separate stream. If `transport` is not "", it is the transport of this communication. `group` is set for an input that is a parameter
     group.
     """
 

@@ -93,7 +93,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
     """Results of a repeat. First, each result of the function: from the last call if carried, otherwise stacked over all calls. Then, for
-    each operand and each result, the stack of its values if it is carried, otherwise None."""
+    each operand and each result, one entry: the stack of the values if they are carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

@@ -339,8 +339,8 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """For each rank of a process group, the index of a rank that has the shard it needs. A rank that has this shard itself is its own
-    source."""
+    """For each rank of a process group, the index of a rank that has the shard that the rank needs. A rank that has this shard itself is
+    its own source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

@@ -43,7 +43,7 @@ class ShardingRule:
     taken: tuple[Layout, ...] | None = None  # layouts that a stated rule requires of the operands, as for a function
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if splitting the operands' dims with the same label splits a dim of the result like `wanted`."""
+        """True if dim `dim` of the result can be split like `wanted`, by a split of all operands' dims with the same label."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
@@ -71,7 +71,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op. `mesh` is the program's mesh.
 
     If a mesh axis splits dims of different labels, labels of the result take precedence over reduced labels. Among labels of the result,
-    earlier operands take precedence over later operands, or the reverse if the op has `last_is_first`.
+    earlier operands take precedence over later operands. If the op has `last_is_first`, later operands take precedence.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -150,7 +150,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op can be applied to the terms of its partial operands before they are summed, without additional rounding."""
+    """True if the op can be applied to the terms of its partial operands before the terms are summed, without additional rounding."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype

@@ -171,7 +171,7 @@ class Builder:
 
     @property
     def channel_of_all(self) -> str:
-        """Name of the channel of all ranks. The index of a rank in its process group is its number in the program."""
+        """Name of the channel of all ranks. A rank's index in the process group is the rank's number in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:

@@ -1,5 +1,5 @@
-"""Requirements on the sizes of a call: slices are within their dims, reductions without an identity are not empty, quotients are integers,
-and chunk loops divide their dims evenly."""
+"""Requirements on the sizes of a call: slices fit, reductions without an identity are not empty, quotients are integers, and chunk loops
+divide dims evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
@@ -64,7 +64,8 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields the global sizes that must not be 0, because a reduction without an identity reduces them, with the kind of the reduction."""
+    """Yields the global sizes that reductions without an identity reduce, each with the kind of the reduction. These sizes must not be
+    0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -83,7 +84,7 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # not checked here; the compiler emits such a view only if it fits
+        return ()  # not checked here; the compiler emits such a view only if the view fits
     return (before, dim_size - before - extent)
 
 

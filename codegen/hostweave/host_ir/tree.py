@@ -64,7 +64,7 @@ class Instruction:
 
     syntax: ClassVar[str] = ""  # text format; a field with its default is omitted, together with the words before it
     calls: ClassVar[bool] = True  # False if the instruction only defines a name of memory or of an integer
-    shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
+    shows: ClassVar[str] = ""  # for a view of all elements: "in order" if the view keeps their order, otherwise "all"
     copies: ClassVar[bool] = False  # True for a copy, which can be removed if src and dst are the same memory
     work: ClassVar[str] = ""  # local work on a stream: "compute", or "move" for copies and fills
     orders: ClassVar[bool] = False  # True if no work may move across the instruction, because it orders streams or measures time
@@ -172,7 +172,7 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """Splits `syntax` into pairs of literal text and the field after it, or "" at the end."""
+    """Splits `syntax` into pairs: literal text, and the field after this text, or "" at the end."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 

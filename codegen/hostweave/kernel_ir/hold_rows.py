@@ -1,5 +1,5 @@
 """Splits rows evenly over threads, which hold rows in registers. A row is held if several walks (loop nests) use the row, or if threads can
-load it before a reduction that precedes the use.
+load the row before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -95,8 +95,8 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which they depend, depth first. Excludes values in `computed`, and values that only
-    these need."""
+    """`roots`, and the values of the innermost loop on which `roots` depend, depth first. Excludes values in `computed`, and values that
+    only these need."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:

@@ -48,8 +48,8 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """Size and stride of a dim that no loop covers, because an op accesses it at data-dependent indices, or needs all its elements at
-    once."""
+    """Size and stride of a dim that no loop covers, because an op accesses the dim at data-dependent indices, or needs all elements of the
+    dim at once."""
 
     size: Size
     stride: Size
@@ -57,7 +57,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class LoopDim:
-    """A loop over a dim: its size, and the stride of its index in each access (see `Loops`)."""
+    """A loop over a dim: the size of the dim, and the stride of the loop index in each access (see `Loops`)."""
 
     size: Size
     strides: tuple[Size, ...]

@@ -9,8 +9,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results that have all dims are stored in an additional last walk. If there is one walk, and these results do not depend on its reductions,
-this walk stores them. Values that several walks need are computed in each of these walks.
+Results that have all dims are stored in an additional last walk. If there is only one walk, and these results do not depend on the
+reductions of this walk, this walk stores the results. Values that several walks need are computed in each of these walks.
 """
 
 from collections.abc import Sequence

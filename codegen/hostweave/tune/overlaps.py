@@ -99,7 +99,7 @@ class _Finder:
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op reads the gathered value
-        before one of them. Later consumers read the value after the loop."""
+        before one of the matmuls. Later consumers read the value after the loop."""
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
         are_first = list(found) == users[: len(found)]
@@ -341,7 +341,8 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The next communication waits for them in any case."""
+    """Seconds of earlier communications that are still in flight at `position`. The next communication waits for these communications in
+    any case."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 

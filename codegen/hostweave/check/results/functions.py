@@ -1,6 +1,6 @@
 """NumPy's functions for arrays with lanes.
 
-The references of ops and instructions take NumPy as an argument. With `LANES` in its place, they compute all lanes at once.
+The references of ops and instructions take NumPy as an argument. With `LANES` in place of NumPy, the references compute all lanes at once.
 """
 
 import math
@@ -42,8 +42,8 @@ _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. If neither this class nor `_RANDOM_FUNCTIONS` has a function, NumPy's function is used, which
-    does not support lanes."""
+    """NumPy for operands that may have lanes. All functions except those of this class and of `_RANDOM_FUNCTIONS` are NumPy's own
+    functions, which do not support lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real

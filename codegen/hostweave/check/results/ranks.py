@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once, as lanes of the arrays (see lanes.py).
 
-The rank with the fewest executed operations runs next, unless it waits for another rank. Ranks at the same instruction and with equal
-layouts execute the instruction together, unless it communicates.
+Among the ranks that do not wait for another rank, the rank with the fewest executed operations runs next. Ranks at the same instruction and
+with equal layouts execute the instruction together, unless the instruction communicates.
 """
 
 from __future__ import annotations

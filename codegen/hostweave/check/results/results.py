@@ -36,7 +36,7 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
 FEW_ELEMENTS = 2 * 10**4  # a small program gets so many seeds that it computes about this number of elements in total
-MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # above the first: two seeds, with opposite signs; above the second: one
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # above the first: two seeds, with opposite signs; above the second: one seed
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def computed_outputs(
 
 @lru_cache(maxsize=1024)
 def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[tuple[Any, ...], list[int]]]:
-    """For each block of a tensor: its index, and the ranks that hold it."""
+    """For each block of a tensor: the index of the block, and the ranks that hold the block."""
     of_tensor = type.mesh_in(mesh)
     axes = [axis for dim in type.dims for axis in dim.axes]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -258,8 +258,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks: with as
-    many blocks as rows, a swap of pack and unpack would not show. For a fusion with many elements, the variant replaces large sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks. If there
+    are as many blocks as rows, results do not show a swap of pack and unpack. For a fusion with many elements, the variant runs in place of
+    large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
@@ -296,8 +297,8 @@ def _without_values(i: tree.Instruction) -> tree.Instruction:
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """The first pass that changes a result, and the op of the first value that it changes. The pass is "" if no stage has a different
-    result. The op is None if all values with the same name before and after the pass are equal."""
+    """The first pass that changes a result, and the op of the first value that this pass changes. The pass is "" if no stage has a
+    different result. The op is None if all values with the same name before and after the pass are equal."""
     correct = fusion
     for name, stage in stages:
         try:

@@ -1,4 +1,4 @@
-"""Composite functions. Most of them trace to several ops."""
+"""Composite functions. Most of these functions trace to several ops."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

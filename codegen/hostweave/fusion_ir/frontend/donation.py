@@ -16,9 +16,10 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In the list `outputs`, a
     reshard to the input's sharding replaces each output that reuses an input.
 
-    Each input needs exactly one qualifying output that no other input uses. An output qualifies if its dtype, mesh and dims are those of
-    the input, if the user gave it no other sharding, and if it is computed from the input. If `donate` gives the index of the output, the
-    output need not be computed from the input. An output with the dims in another order qualifies only if no output has the input's shape.
+    Each input needs exactly one qualifying output that no other input uses. An output qualifies under three conditions: its dtype, mesh and
+    dims are those of the input; the user gave the output no other sharding; the output is computed from the input. If `donate` gives the
+    index of the output, the output need not be computed from the input. An output with the dims in another order qualifies only if no
+    output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):

@@ -184,7 +184,7 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
     """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are those of `hw.zeros`.
 
-    Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot represent it. Floating dtypes round
+    Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot represent the value. Floating dtypes round
     `fill_value`.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
@@ -289,7 +289,7 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
 
-    The result is a view if the memory layout allows it. A dim keeps its sharding if it does not change, or if it is the outermost of merged
+    The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or is the outermost of merged
     or split dims. Other sharded dims are gathered, unless some sharding of the result needs no communication.
 
     Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.

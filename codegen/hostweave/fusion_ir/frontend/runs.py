@@ -1,6 +1,6 @@
 """Finds runs of calls that can become one repeat (see `repeats`), and the inputs and outputs that form parameter groups.
 
-A stack is a tensor whose first dim has one index per call. At each index, the stack has the value of one result, or of one operand, in this
+A stack is a tensor whose first dim has one index per call. At the index of a call, the stack has the value of one result or operand in this
 call.
 """
 
@@ -130,8 +130,9 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls: the possible roles if one of the two values is in a group or stack, the possible roles
-        otherwise, and the two values if they differ. `in turn` means that each call reads another tensor of a group or stack."""
+        """For each operand of two consecutive calls, three facts: the possible roles if one of the two values is in a group or stack; the
+        possible roles otherwise; the two values, if they differ. `in turn` means that each call reads another tensor of a group or
+        stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -262,7 +263,7 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Maps each column of results that the program returns to its run, the index of the result, and the type of a following reshard or
+        """Maps each column of returned results to three facts: its run, the index of the result, and the type of a reshard that follows or
         None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:

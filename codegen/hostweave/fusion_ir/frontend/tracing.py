@@ -30,7 +30,7 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
 
     - `inputs` gives the type of each parameter by name: a dtype and dims, such as `hw.bf16["M@x", "K"]`. A parameter `**weights` receives
       the inputs that are not named parameters.
-    - `mesh` is the mesh of ranks. Without it, the program runs on one device.
+    - `mesh` is the mesh of ranks. Without a mesh, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array has the contents of this result. The result must
       have the input's dtype and dims, must be computed from the input, and gets the input's sharding. A result with the dims in another
       order is chosen only if no result has the input's shape. If several results match, use `donate={"m": 1}` to choose result 1, which

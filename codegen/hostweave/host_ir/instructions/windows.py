@@ -54,7 +54,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Signals to the peer that it may now read the buffer, or may now write the buffer (a credit)."""
+    """Signals to the peer that the peer may now read the buffer, or may now write the buffer (a credit)."""
 
     signal: int
     peer: Expr

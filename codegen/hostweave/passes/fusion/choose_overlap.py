@@ -1,4 +1,4 @@
-"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the algorithms of its reshards.
+"""Forms chunk loops: chooses the ops and the chunking of each loop, and the algorithms of the reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)

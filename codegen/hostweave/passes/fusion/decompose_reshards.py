@@ -53,7 +53,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # A move to another mesh can take a block from any rank that stores it, so local slices before the move are skipped.
+        # A move to another mesh can take a block from any rank that stores the block, so local slices before the move are skipped.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors

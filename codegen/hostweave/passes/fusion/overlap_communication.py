@@ -39,7 +39,8 @@ from hostweave.types.tensor import BufferType
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that saves time.
+    """Hoists communications of a program and of its functions just far enough to hide their time. Marks a communication `async` if this
+    saves time.
 
     A kernel that itself exchanges small blocks with other ranks is faster than a collective, but must not overlap with communication.
     The pass does nothing if such kernels (see `reduce_in_kernels`) would save more time than overlap.
@@ -87,7 +88,8 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a kernel may do a collective: a sum or gather on the program's mesh that is small enough, or whose size is not stated."""
+    """True if a kernel may do a collective. The collective must be a sum or gather on the program's mesh. Its size must be small or not
+    stated."""
     if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)

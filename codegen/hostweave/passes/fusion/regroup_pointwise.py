@@ -1,4 +1,4 @@
-"""Computes pointwise ops in the shape before or after a reshape, so that they fuse with kernels of that shape.
+"""Computes pointwise ops in the shape before or after a reshape, so that the ops fuse with kernels of that shape.
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. The pass skips
-sharded and streamed values, and ops that could be the epilogue of a matmul.
+together, as a group. A group does not move if another kernel reads values of the group, or computes operands of the group, in the old
+shape. The pass skips sharded and streamed values, and ops that could be the epilogue of a matmul.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pointwise ops of one shape, by the names of their results, and their new shape."""
+    """Pointwise ops of one shape, as names of their results, and the new shape of the ops."""
 
     names: set[str]
     have: Shape
@@ -86,7 +86,7 @@ class _Groups:
         return found
 
     def connected(self, op: Op) -> set[str]:
-        """Results of the group of `op`: `op`, and pointwise ops of its shape that are connected to it by operands or results."""
+        """Results of the group of `op`: `op`, and pointwise ops of the same shape that are connected to `op` by operands or results."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()

@@ -22,7 +22,7 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     read.
 
     A repeated op whose result is returned becomes a copy. Ops without operands, such as iota, are merged only if all consumers are local
-    slices. Otherwise each kernel recomputes them.
+    slices. Otherwise each kernel recomputes the values.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # removed value -> the value to use instead

@@ -113,7 +113,7 @@ class _Sinking:
     # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
-        """Edges of the flow graph. The cost of a cut is the number of bytes of all reductions that it requires."""
+        """Edges of the flow graph. The cost of a cut is the number of bytes of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
             if source in self.passing:  # the terms are reduced along several axes, one after the other

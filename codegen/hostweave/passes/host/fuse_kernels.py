@@ -82,7 +82,7 @@ class Links:
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()  # a kernel that was just fused comes next, because its consumers may be able to absorb it
+            producer = waiting.pop()  # a kernel that was just fused comes next, because a consumer may absorb this kernel too
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)
@@ -163,7 +163,7 @@ class Links:
         return sorted(touching, key=_number)
 
     def waits(self, first: Place, last: Place) -> bool:
-        """True if an instruction between two places waits for other streams or orders them, and is not a fork."""
+        """True if an instruction between two places waits for other streams, or orders streams and is not a fork."""
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:

@@ -13,7 +13,7 @@ becomes
     }
 
 Computation between the communications moves before the group, and instructions that only unpack received data move after the group. All
-of them are on one stream, so the moves delay nothing.
+these instructions are on one stream, so the moves delay nothing.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ class _Grouping:
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts. Empty for a barrier, which cannot join a group, because it orders other work."""
+    """Communications that an instruction posts. Empty for a barrier. A barrier orders other work, and therefore cannot join a group."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

@@ -62,7 +62,8 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the number of elements. None if impossible, or if the number is an int."""
+    """A launch and kernel that reduce all dims at once, and the number of elements. None if the kernels cannot be fused, or if the number
+    is an int."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

@@ -114,7 +114,8 @@ class _Reducing:
         return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
     def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
-        """The launch that stores the term of a reduce_scatter, if it may store each block in the memory of the rank that receives it.
+        """The launch that stores the term of a reduce_scatter, if the launch may store each block in the memory of the rank that receives
+        the block.
 
         The launch directly precedes the reduce_scatter, and no other instruction accesses the term. A kernel may store a vector along the
         innermost dim, so each block must consist of whole rows.

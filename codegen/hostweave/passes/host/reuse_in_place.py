@@ -12,7 +12,7 @@ If the source and destination of a copy share memory, the copy is removed. A ker
 writes to the destination. `may_overwrite` decides whether an instruction may write a result over an operand, element by element. A matmul
 may write over the buffer onto which it accumulates.
 
-A result is computed directly in donated memory if all reads of the donated input come before. Otherwise the result is copied to this memory
+A result is computed directly in donated memory if all reads of the donated input come first. Otherwise the result is copied to this memory
 at the end.
 """
 
@@ -40,7 +40,7 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """The decisions so far. `merged` maps each allocation that became a view to the buffer whose memory it shares."""
+    """The decisions so far. `merged` maps each allocation that became a view to the buffer whose memory the view shares."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
@@ -175,7 +175,7 @@ class _Sharing:
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `into` is in a window, or `gone` is not."""
+        """True if `into` is in a window, or if `gone` needs no window."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 

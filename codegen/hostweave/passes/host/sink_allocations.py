@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-`reuse_in_place` replaces a buffer only if all uses are in one `on` body, so it needs this pass.
+The later pass `reuse_in_place` replaces a buffer only if all uses of the buffer are in one `on` body.
 """
 
 from dataclasses import replace

@@ -128,7 +128,7 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last, because copies to other results may still read it.
+        # Donated memory is written last, because copies to other results may still read this memory.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.made[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -280,7 +280,8 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to the dims of a chunk. A chunk may lack the dim of the loop, or have two dims for it."""
+        """Adjusts the axes of a reduction to the dims of a chunk. A chunk may lack the dim of the loop, or have two dims in place of this
+        dim."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op

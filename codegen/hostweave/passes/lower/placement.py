@@ -93,7 +93,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed directly into the result, if other consumers can read them there."""
+    """Operands of concat and pad that are computed directly into the result, if other consumers can read these operands there."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
@@ -167,8 +167,8 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Follows the chain of views that ends in `op` back to its source, and maps each value to the view that reads it. Empty if a view
-    cannot be inverted in `memory`, or if a value has other uses."""
+    """Follows the chain of views that ends in `op` back to its source, and maps each value of the chain to the view that reads the value.
+    Empty if a view cannot be inverted in `memory`, or if a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

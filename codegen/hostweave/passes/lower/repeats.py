@@ -130,7 +130,7 @@ class RepeatLowering:
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """The buffer that call `index` reads, and the buffer that it writes for the next call."""
+        """The buffer that call `index` reads, and the buffer that this call writes for the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
