@@ -31,8 +31,8 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# Script that adds options to each kind of command. The script passes all other commands to the compiler unchanged. The gold linker, if it
-# is available, halves the link time.
+# Script that adds options to each kind of command. The script passes all other commands to the compiler unchanged. If the gold linker
+# is available, it halves the link time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
@@ -43,7 +43,7 @@ case " $* " in
 *) exec {compiler} "$@" ;;
 esac
 """
-# The first call makes the precompiled header; concurrent calls wait for it.
+# The first call makes the precompiled header. Concurrent calls wait for the header.
 CASE = """\
 *{options}" -c "*)
   header={header}
@@ -62,7 +62,7 @@ def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]
 
 
 def _linker(folder: Path, compiler: str) -> str:
-    """Option that selects the gold linker, if the compiler can link with it. An installed gold may be unable to find the default
+    """Option that selects the gold linker, if the compiler can use this linker. An installed gold may be unable to find the default
     libraries."""
     source = folder / "linked.cpp"
     source.write_text("#include <string>\nstd::string text() { return {}; }\n")

@@ -66,7 +66,7 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
 
 
 def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
-    """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
+    """Returns True if the program is possible at the generator's sizes. Fails if the program's results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
         try:  # calls with uneven sizes run this variant

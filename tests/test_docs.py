@@ -44,7 +44,7 @@ def as_built(path: Path) -> str:
 
 
 def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Runs the Python blocks of a page in order, in an empty folder. Returns the names that they define."""
+    """Runs the Python blocks of a page in order, in an empty folder. Returns the names that the blocks define."""
     monkeypatch.chdir(folder)
     path = ROOT / "docs" / f"{name}.md"
     seen: dict[str, Any] = {"__name__": name}
@@ -136,7 +136,7 @@ def test_pages_have_the_op_table() -> None:
 
 
 def test_the_pictures_are_those_that_the_code_makes() -> None:
-    """The pictures of the documentation are up to date. `python docs/pictures.py` rewrites them."""
+    """The pictures of the documentation are up to date. `python docs/pictures.py` rewrites the pictures."""
     made = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     images = ROOT / "docs" / "images"
     assert {path.name for path in images.iterdir()} == {f"{picture.__name__}.svg" for picture in made}
@@ -147,7 +147,7 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
 
 
 def test_notebooks_are_the_pages() -> None:
-    """The notebooks contain the text and code of the pages. `python docs/notebook.py` rewrites them. Other tests run the blocks."""
+    """The notebooks have the text and code of the pages. `python docs/notebook.py` rewrites the notebooks. Other tests run the blocks."""
     made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
     for page in (ROOT / "docs" / f"{name}.md" for name in made["PAGES"]):
         notebook = made["notebook"](page.read_text())

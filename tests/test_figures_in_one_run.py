@@ -1,4 +1,4 @@
-"""Tests that benchmarks/figures.py runs all benchmarks that docs/figures.md names, and that it finds figures in their output."""
+"""Tests that benchmarks/figures.py runs all benchmarks that docs/figures.md names, and that the script finds figures in the output."""
 
 from __future__ import annotations
 

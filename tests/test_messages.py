@@ -1,4 +1,4 @@
-"""Tests the style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints them."""
+"""Tests the style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints the messages."""
 
 import ast
 import re

@@ -49,7 +49,7 @@ class Family:
 
 
 class Running:
-    """Runner of a program and its variants, with their device resources. A program shares it with the programs that `bind` returns."""
+    """Runner of a program and its variants, with their device resources. Programs that `bind` returns share the runner of their program."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()

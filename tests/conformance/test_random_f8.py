@@ -208,7 +208,7 @@ class Writer:
 
 
 def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
-    """Lowers the program with its chunk loops, or without them if they are refused."""
+    """Lowers the program with its chunk loops. If the loops are refused, lowers the program without loops."""
     with contextlib.suppress(ProgramError):
         fusion = writer.fusion(loops=True)
         return fusion, lower(fusion, options)

@@ -156,7 +156,7 @@ def test_caches_of_the_user() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_module_of_one_token_and_a_cache() -> None:
-    """A former defect: the module adds the length of the cache, which has no dims, to `torch.arange(1)`, and the sum lost its one dim."""
+    """A former defect: the module adds the cache length, a tensor without dims, to `torch.arange(1)`. The sum lost its dim."""
     module = model_of("Llama", num_hidden_layers=3)
     prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
 

@@ -203,7 +203,7 @@ class Stack(nn.Module):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
 def test_stacks_are_stepped_as_by_torch(seed: int) -> None:
-    """One step in the interpreter. Without dropout, the result equals torch's. With dropout, it equals the result on one rank."""
+    """One step in the interpreter. Without dropout, the result equals torch's. With dropout, the result equals that on one rank."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     activation = draw.choice([F.relu, torch.tanh, F.silu, lambda x: x, torch.sigmoid])

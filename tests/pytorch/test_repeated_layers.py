@@ -72,7 +72,7 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Equal layers may differ in the values of parameters and buffers, and in their index, if `forward` does not read it."""
+    """Equal layers may differ in the values of parameters and buffers, and in their indices, if `forward` does not read the index."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 
@@ -337,8 +337,8 @@ def test_layers_that_use_more_of_a_cache_are_traced() -> None:
 
 
 def test_untraced_layers_call_the_function_with_their_parameters() -> None:
-    """Layers that were not traced call the function of an equal layer with their own parameters. `traced` reports them, also with dynamic
-    sizes."""
+    """Layers that were not traced call the function of an equal layer with their own parameters. `traced` reports these layers, also
+    with dynamic sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

@@ -1,4 +1,4 @@
-"""One rank of a transformer that is prepared as in torchtitan. torchrun starts it, on GPUs if there are any.
+"""One rank of a transformer that is prepared as in torchtitan. torchrun starts this script. The rank uses a GPU if there are any.
 
 The process prints "trained" if 20 steps equal those of torch. The process prints "loaded" if training from a checkpoint of tp 4 gives the
 same results at dp 2 x tp 2 as at tp 4.

@@ -1,4 +1,4 @@
-"""Trains a module of DTensors on ranks of torchrun, on GPUs if there are any, and compares it with torch on one device."""
+"""Trains a module of DTensors on ranks of torchrun, on GPUs if there are any, and compares the results with torch's on one device."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ _Lock = TypeVar("_Lock")
 
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; without a limit, an import that waits for the forking thread would deadlock
 
-importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# held while a process starts; a fork waits for it, because the child would inherit and keep open the pipe of that process
+importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for this lock
+# Held while a process starts. A fork waits for this lock, because the child would inherit and keep open the pipe of that process.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()

@@ -33,7 +33,7 @@ class _Task(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_done = False
-        self.reason = ""  # why the work must stop; empty while it may continue
+        self.reason = ""  # why the work must stop; empty while the work may continue
 
     def start(self) -> None:
         expect_memory(_THREAD_BYTES)  # a thread that cannot allocate memory would end without an error

@@ -120,7 +120,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
-    """Sources in the folder that HOSTWEAVE_EDIT names, or None if it is not set. Writes the sources if the folder is missing."""
+    """Sources in the folder that HOSTWEAVE_EDIT names, or None without this variable. Writes the sources if the folder is missing."""
     if not (folder_name := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(folder_name).absolute() / name

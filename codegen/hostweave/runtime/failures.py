@@ -23,7 +23,7 @@ _STORE_TIMEOUT = 10.0  # maximum seconds for the store to answer whether the gro
 
 
 class CalledProgram(Protocol):
-    """A program that this rank has called in a group. LocalProgram implements it."""
+    """A program that this rank has called in a group. LocalProgram implements this interface."""
 
     @property
     def progress(self) -> tuple[str, int, int, float]: ...
@@ -32,7 +32,7 @@ class CalledProgram(Protocol):
 
 
 class StartedCalls(Protocol):
-    """Sizes of the calls that this rank has made of one program. LastSizes implements it."""
+    """Sizes of the calls that this rank has made of one program. LastSizes implements this interface."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 

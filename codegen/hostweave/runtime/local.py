@@ -39,7 +39,7 @@ _build_lock = reset_after_fork(threading.Lock())  # ranks that are threads reque
 
 
 class LocalProgram:
-    """A program that is ready to run on this rank. Creating it is collective."""
+    """A program that is ready to run on this rank. All ranks create the program together."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LocalProgram:
         if self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls):
             sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
-        # On the CPU target a call does not return before all ranks have made it.
+        # On the CPU target a call returns only after all ranks have made the call.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
@@ -490,7 +490,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
-    """Native stream of a call with these arrays, or 0 if it cannot be known before the arrays are checked."""
+    """Native stream of a call with these arrays, or 0 if the stream cannot be known before the arrays are checked."""
     try:
         if (handle := target.stream(stream)) is not None:
             return handle

@@ -28,7 +28,7 @@ class StoreClosed(ExecutionError):
 
 
 class Store(Protocol):
-    """Interface of a provider's store: a map that all ranks of a group share. Several threads may use it at the same time."""
+    """Interface of a provider's store: a map that all ranks of a group share. Several threads may use a store at the same time."""
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a value. An earlier value is replaced."""

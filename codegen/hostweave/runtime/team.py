@@ -126,7 +126,7 @@ class Team:
         try:
             yield
         finally:
-            del lease, member  # otherwise the traceback of an error would keep them alive
+            del lease, member  # otherwise the traceback of an error would keep these objects alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
@@ -206,7 +206,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # a reference to it may keep device memory of a program alive
+        del work  # a reference to the work may keep device memory of a program alive
 
 
 def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:

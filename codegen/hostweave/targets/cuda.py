@@ -114,7 +114,7 @@ def why_no_puts(ranks: int) -> str:
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "". Checks the NCCL headers and, if it is loaded, the NCCL of this process."""
+    """Reason why NCCL is too old for a transport, or "". Checks the NCCL headers, and the NCCL library if this process has loaded one."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"

@@ -47,7 +47,7 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Repeats the rows of each argument `count` times, so that it has the rows of all ranks. Also returns the total number of rows.
+    """Repeats the rows of each argument `count` times, as if the argument had the rows of all ranks. Also returns the number of all rows.
 
     Rows are the first dim of the first tensor. Tensors whose first dim has another size are not changed.
     """

@@ -182,7 +182,7 @@ class Joint:
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
-        """Returns the sharding of each gradient, and a map from nodes that compute gradients of parameters to their shardings."""
+        """Returns the sharding of each gradient. Also maps nodes that compute gradients of parameters to the gradients' shardings."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
 

@@ -140,7 +140,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores. It supports dropout, bool masks, and masks of any dtype that are added to the scores."""
+    """Attention that stores its scores. Supports dropout, bool masks, and masks of any dtype that are added to the scores."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)

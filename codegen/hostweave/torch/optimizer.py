@@ -122,7 +122,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records steps of an optimizer for it, with the options of a parameter group."""
+    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with a group's options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain these numbers
         self._calls, self._can_replay = list[Call](), True
         self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> source of the tensor
-        self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in it
+        self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in the storage
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))

@@ -2,7 +2,7 @@
 decomposition, a copy of the first layer's nodes replaces each of these ops.
 
 Two modules of a list are equal under three conditions. The modules have the same structure. All attributes that the first module reads
-while it is traced are equal in the second. Both modules are called with equal arguments, except for the values of tensors, and in the same
+while it is traced are equal in both. Both modules are called with equal arguments, except for the values of tensors, and in the same
 grad and autocast modes. Attributes that are never read may differ.
 """
 

@@ -111,8 +111,8 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
 
 
 def test_a_kernel_that_gathers_does_not_also_send() -> None:
-    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both, it would read rows that nothing
-    gathers."""
+    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both exchanges, the kernel would
+    read rows that nothing gathers."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["6@x", 64], scale=hw.f32["2@x", 1, 1])
     def exchanges(n: Any, scale: Any) -> Any:

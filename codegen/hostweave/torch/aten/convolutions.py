@@ -128,7 +128,7 @@ def _turned(
 def _geometry(
     weight: hw.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool, more: Any, groups: int
 ) -> tuple[_Kernel, Sequence[int], bool, Sequence[int]]:
-    """The kernel of a convolution, its padding, whether it is transposed, and its output padding."""
+    """The kernel, the padding, `transposed` and the output padding of a convolution."""
     stride, padding, dilation, more = (tuple(each(sizes, weight.ndim - 2)) for sizes in (stride, padding, dilation, more))
     return _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups), padding, transposed, more
 
