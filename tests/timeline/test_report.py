@@ -59,7 +59,7 @@ def test_the_page_fetches_nothing_and_has_all_totals(report: Report) -> None:
 
 
 def test_names_are_escaped_in_the_page() -> None:
-    """The name and source of an event are escaped in the page, because a file name may contain any character."""
+    """A file name may contain any character."""
     import dataclasses
 
     report = hw.compile(hw.fusion(mesh=hw.Mesh(), x=hw.f32["M"])(lambda x: -x)).predict({"M": 64})
