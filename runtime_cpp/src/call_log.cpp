@@ -67,7 +67,7 @@ struct LoggedCall {
   bool is_enqueuing = true;
 };
 
-// Computes which ops of a call are done, from its milestones and from the order of its streams and events.
+// Computes which ops of a call are done, from the call's milestones and from the order of its streams and events.
 class CallSolver {
  public:
   CallSolver(const LoggedOps& log, int64_t times, const Milestones& milestones)

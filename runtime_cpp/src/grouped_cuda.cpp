@@ -63,8 +63,8 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
 // True if a product that sums over the rows of groups has few terms per group on average.
 bool has_few_rows(const GroupedProblem& p) { return p.outer && p.rows <= kFewRowsOfGroup * p.groups; }
 
-// Returns the kernel for warpgroups. Returns null if it cannot compute the problem, or is expected to be slower than other
-// kernels. Tensor maps need aligned arrays that are not empty.
+// Returns the kernel for warpgroups. Returns null if this kernel cannot compute the problem, or is expected to be slower than
+// other kernels. Tensor maps need aligned arrays that are not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   if constexpr (sizeof(T) == 2) {

@@ -363,7 +363,8 @@ void MatmulPlan::describe(Plan& plan) const {
   plan.b_layout = make_layout(scaling_.operand_b, p.b, p.batch.count, p.batch.b);
   plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
   const auto find = [&](uint32_t alignment, int most) {
-    const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // only its alignment matters
+    const void* const bias =
+        reinterpret_cast<const void*>(uintptr_t{alignment});  // cuBLASLt uses only the alignment of this address
     if (has_bias()) HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
     return plan.find_algorithms(rank_.blas(), alignment, most);
   };
@@ -401,7 +402,8 @@ void MatmulPlan::describe_scales(Plan& plan) const {
     HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scaling_.a));
   }
 #endif
-  const void* const any = reinterpret_cast<const void*>(uintptr_t{kAlignment});  // only its alignment matters
+  const void* const any =
+      reinterpret_cast<const void*>(uintptr_t{kAlignment});  // cuBLASLt uses only the alignment of this address
   HW_CHECK(set_scales(plan, {.scale_a = any, .scale_b = any}));
 }
 
@@ -446,8 +448,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
 }
 
 // CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with an NCCL kernel that waits for
-// another rank. So every cuBLASLt kernel that the plan may launch runs once here on scratch memory, while the device is idle.
-// The accumulating matmul also runs, because cuBLASLt may use another kernel for it.
+// another rank. So every cuBLASLt kernel that the plan may launch runs once here on scratch memory, while the device is idle. The
+// matmul also runs with `accumulate`, because cuBLASLt may then use another kernel.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {

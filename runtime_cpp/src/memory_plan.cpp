@@ -25,11 +25,11 @@ struct Lifetime {
   size_t bytes = 0;
   const void* pool = nullptr;  // pool of the stream that owns the buffer; null: all streams
   int64_t stream = 0;
-  bool in_window = false;   // in peer memory, whose layout must be the same on all ranks
+  bool in_window = false;   // in a window; the layout of windows must be the same on all ranks
   std::vector<Use> uses{};  // consecutive live ranges
 };
 
-constexpr size_t kPlace = 256;  // alignment of buffers in bytes, the same as of cudaMalloc
+constexpr size_t kPlace = 256;  // alignment of buffers in bytes, the same as with cudaMalloc
 constexpr int kMoved = 8;       // attempts after the first orders; each moves one buffer to the front of the best order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
@@ -63,8 +63,8 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
 }
 
 // Greedy placement in the given order: each buffer goes to the smallest sufficient gap between placed buffers with overlapping
-// live ranges. In order of size this is "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net
-// inference, 2020).
+// live ranges. If the order is by size, this algorithm is "greedy by size" (Pisarchyk and Lee, Efficient memory management for
+// deep neural net inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;
@@ -157,7 +157,7 @@ struct MemoryPlan::Buffers {
   int64_t now = 0;
   std::vector<void**> pointers;
   std::vector<Lifetime> lifetimes;
-  std::vector<size_t> offsets;  // placement
+  std::vector<size_t> offsets;  // offset of each buffer in bytes
   size_t bound = 0;             // lower bound in bytes
 };
 

@@ -1,4 +1,4 @@
-// Milestones on GPUs are events. In graphs, they are words in memory, which kernels increment.
+// Milestones on GPUs are events. In graphs, milestones are words in memory that kernels increment.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -25,7 +25,7 @@ namespace {
 constexpr int kWords = 1 << 16;      // maximum milestones in the graphs of a program on a rank
 constexpr int kFirstWord = 1 << 30;  // milestones from this number on are words; smaller numbers are events
 
-// Counts in GPU memory, and copies of them in host memory, which the host can read while the GPU hangs.
+// Counts in GPU memory, and copies of the counts in host memory. The host can read the copies while the GPU hangs.
 struct Words {
   Words() {
     HW_CHECK(load(count_up));

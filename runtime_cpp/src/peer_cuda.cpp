@@ -188,7 +188,8 @@ struct PeerGroup::State {
   std::string try_memory() const {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
-      if (in_process && segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the other's work
+      if (in_process &&
+          segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the other rank's work
         return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank in a separate process";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to the GPU of rank " + std::to_string(peer) + " of the channel";
@@ -200,8 +201,8 @@ struct PeerGroup::State {
 
 namespace {
 
-// Memory that this rank has released. It is freed after the peers have unmapped it; after an abort, at the latest
-// kUnmapPatience after its release.
+// Memory that this rank has released. The memory can be freed when all ranks have unmapped it; after an abort, also when
+// kUnmapPatience has passed since the release.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;

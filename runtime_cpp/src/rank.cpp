@@ -26,7 +26,7 @@ int priority_of(const std::string& stream) {
 }  // namespace
 
 struct Rank::Pools {
-  std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
+  std::map<std::pair<std::string, Transport>, Channel> channels;  // by mesh and axes, such as "mesh(x=8) x", and transport
   std::set<std::string> axes;                                     // axes of channels
   std::vector<SharedMemory> shared;
   std::map<std::string, std::vector<Stream>> streams;

@@ -20,7 +20,7 @@ namespace {
 
 std::mutex words_mutex;
 
-// Communicator -> abort word in host memory, which waiting kernels of the communicator poll.
+// Abort word of each communicator, in host memory. Waiting kernels of the communicator poll the word.
 std::map<ncclComm_t, uint32_t*>& words() {  // guarded by words_mutex
   static auto* const all = new std::map<ncclComm_t, uint32_t*>;
   return *all;

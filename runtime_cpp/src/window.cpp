@@ -145,7 +145,7 @@ struct WindowArena::Windows {
     release_window(memory.data, memory.registered);
   }
 
-  // True if the channels use transport peer.
+  // True if the channels use transport `peer`.
   bool by_peers() const {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }

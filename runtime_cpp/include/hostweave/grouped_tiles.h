@@ -20,7 +20,7 @@ constexpr int kFewRowsOfGroup = 64, kFewBoxRows = 16;
 
 #ifdef __CUDACC__
 
-// i, clamped to the range from 0 to `most`.
+// Clamps i to the range from 0 to `most`.
 __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : i < most ? i : most; }
 
 template <class T>

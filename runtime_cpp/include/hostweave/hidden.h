@@ -1,9 +1,9 @@
-// Pointer to implementation, without <memory>, which compiles slowly.
+// Pointer to an implementation. Replaces std::unique_ptr, because <memory> compiles slowly.
 #pragma once
 
 namespace hw {
 
-// Owns a T, which may be incomplete except where the Hidden is constructed.
+// Owns a T. The type T may be incomplete, except where a Hidden is constructed.
 template <class T>
 class Hidden {
  public:

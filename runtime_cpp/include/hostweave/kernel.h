@@ -155,7 +155,7 @@ struct Columns {  // for (const Column j : columns)
 };
 
 // HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)) declares the elements that a kernel accesses, so that the CPU device can detect
-// races. It is the first statement of a kernel. It expands to nothing on CUDA.
+// races. HW_TOUCHES is the first statement of a kernel. On CUDA, HW_TOUCHES does nothing.
 #ifdef __CUDACC__
 #define HW_TOUCHES(...) static_cast<void>(0)
 #else
@@ -229,9 +229,9 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block. The block consists of whole warps. kThreads is 0 if the number of threads
-// is unknown at compile time. CUB is not used, because it needs a number known at compile time, and NVRTC takes two seconds to
-// parse it.
+// All-reduces one value over the threads of a block. The block consists of whole warps. kThreads is 0 if the number of threads is
+// unknown at compile time. The function does not use CUB: CUB needs a number of threads known at compile time, and NVRTC takes
+// two seconds to parse CUB.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];

@@ -28,7 +28,7 @@ HW_DEVICE int64_t start(T id, int64_t n) {
   return below ? 0 : static_cast<uint64_t>(id) >= static_cast<uint64_t>(n) ? n - 1 : static_cast<int64_t>(id);
 }
 
-// First global index that this rank holds; 0 if it holds none.
+// First global index that this rank holds; 0 if there is none.
 HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
 
 // Range of global indices that this rank holds.
@@ -164,8 +164,8 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by group. The group of element i is x[i], from 0 to kGroups - 1; with another x[i], the element has no group.
-// Writes three arrays to y: the ends of the groups, the indices of the elements in sorted order, and the position of each
+// Sorts elements by group. The group of element i is x[i], from 0 to kGroups - 1. If x[i] is outside this range, element i has no
+// group. Writes three arrays to y: the ends of the groups, the indices of the elements in sorted order, and the position of each
 // element in that order. The position of an element without a group is 0. Unused indices are also 0.
 template <class U>
 struct GroupOrder {

@@ -28,8 +28,8 @@
 
 namespace hw {
 
-// hw::launch reads only blocks and threads. If at_once is set, hw::launch_pdl also reads only blocks and threads; otherwise it
-// reads all members.
+// hw::launch reads only blocks and threads. hw::launch_pdl reads all members; if at_once is set, it ignores cluster, shared and
+// resident.
 struct Grid {
   int64_t blocks;
   int threads;            // per block
@@ -120,7 +120,7 @@ inline Grid grid_of_products(int64_t columns, int64_t depth) {
   return {clusters * cluster, kThreads, cluster};
 }
 
-// One matmul with few rows: clusters of two large blocks if that gives more concurrent threads.
+// One matmul with few rows: clusters of two large blocks if that gives more threads, otherwise grid_of_products.
 inline Grid grid_of_product(int64_t columns, int64_t depth) {
   const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;

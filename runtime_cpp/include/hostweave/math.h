@@ -28,7 +28,9 @@ HW_DEVICE double log_gamma(double x) {
   return lgamma_r(x, &sign);
 #endif
 }
-HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
+HW_DEVICE float log_gamma(float x) {
+  return static_cast<float>(log_gamma(static_cast<double>(x)));
+}  // computed in f64, to be accurate near 0
 
 // A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. With
 // kNormal, the divisor is not scaled: the caller guarantees that the reciprocal is a normal number.
@@ -116,8 +118,8 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
-// Truncates to i64. If T is narrower, the result has the low bits of the i64. Values from 2^63 to 2^64 are converted by u64. NaN
-// and all other values out of range give -2^63.
+// Truncates to i64. If T is narrower, the result has the low bits of the i64. Values from 2^63 to below 2^64 are converted
+// through u64. NaN and all other values out of range give -2^63.
 template <class T, class F>
 HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));

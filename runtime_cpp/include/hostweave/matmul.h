@@ -37,7 +37,8 @@ struct Epilogue {
 
 // Modes of scales for 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC: one scale per row of a or column of
 // b. VEC128: one scale per 128 elements of a row of a or column of b; scales of adjacent rows or columns are contiguous.
-// BLK128x128: one scale per 128 x 128 elements; scales along k are contiguous, in rows padded to multiples of 4.
+// BLK128x128: one scale per 128 x 128 elements; scales along k are contiguous, and each row of scales is padded to a multiple of
+// 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t

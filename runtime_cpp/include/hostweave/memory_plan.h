@@ -50,7 +50,7 @@ class MemoryPlan {
     size_t in_windows = 0, elsewhere = 0;
   };
   Bytes place();
-  // Sets the pointers of all buffers, given the base addresses of memory and windows. Call it after `place`.
+  // Sets the pointers of all buffers, given the base addresses of memory and windows. Call this function after `place`.
   void set_pointers(void* memory, void* windows = nullptr) const;
 
   struct Buffers;

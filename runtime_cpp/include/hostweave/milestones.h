@@ -1,7 +1,8 @@
-// Milestones on streams, which the host can query. A milestone counts how often the op before it on its stream has ended.
+// Milestones: marks on streams that the host can query. A milestone counts how often the op before the milestone on its stream
+// has ended.
 //
-// On CUDA a milestone is an event. In a capture it is a kernel that increments a word, so that a graph remains a chain of
-// kernels. On the CPU device it is a word that the device increments.
+// On CUDA a milestone is an event. In a capture on CUDA, a milestone is a kernel that increments a word, so that a graph remains
+// a chain of kernels. On the CPU device, a milestone is a word that the device increments.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,15 +20,15 @@ class Milestones {
 
   static constexpr int kNone = -1;
 
-  // Prepares a capture. Returns true if the capture can have milestones: on CUDA only if `wanted`, because they cost time. Throws
-  // ExecutionError if CUDA fails.
+  // Prepares a capture. Returns true if the capture can have milestones: on CUDA only if `wanted`, because milestones cost time.
+  // Throws ExecutionError if CUDA fails.
   bool prepare_capture(bool wanted);
   // Puts a milestone after the last op of a stream. Returns kNone if all milestones for graphs are in use. Throws ExecutionError
-  // if CUDA fails. Only one thread at a time may call it.
+  // if CUDA fails. Only one thread at a time may call this function.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);
-  // True if the op has ended this many times. Any thread may call it.
+  // True if the op has ended this many times. Any thread may call this function.
   bool is_done(int milestone, int64_t times) const;
 
  private:

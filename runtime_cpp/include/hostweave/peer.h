@@ -1,5 +1,5 @@
-// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On
-// GPUs, the only part of NCCL that it uses is the type of an id.
+// Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. On GPUs,
+// peer memory uses only the id type of NCCL.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
 // to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA

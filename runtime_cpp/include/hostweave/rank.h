@@ -42,7 +42,7 @@ class Rank {
   ~Rank();
 
   int device() const { return device_; }
-  int64_t index() const { return index_; }  // in the world: row-major in the coordinates of the mesh
+  int64_t index() const { return index_; }  // index in the world: row-major in the coordinates of the mesh
   int64_t size() const { return size_; }
   // Returns *this. Throws ExecutionError if the world has another size.
   Rank& expect_world(int64_t size);

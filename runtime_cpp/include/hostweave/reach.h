@@ -18,24 +18,24 @@ constexpr size_t whole_pieces(size_t bytes) { return bytes ? (bytes + kPiece - 1
 // Registration of memory with a channel.
 struct Registered {
   const Channel* channel = nullptr;
-  ncclWindow_t window = nullptr;    // for transport one_sided
-  PeerGroup::Mapping mapping = {};  // for transport peer
+  ncclWindow_t window = nullptr;    // with transport `one_sided`
+  PeerGroup::Mapping mapping = {};  // with transport `peer`
   std::vector<char*> peers;         // base of each rank's memory, in this rank's address space
 };
 
 // Allocates memory that this channel and other channels with the same transport can register. `channel` is null if this rank is
 // in no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
-// Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support it.
+// Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support this.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
-// Frees registered memory. With transport peer, the memory is freed only after the peers have unmapped it.
+// Frees registered memory. With transport `peer`, the memory is freed only after the peers have unmapped it.
 void release_window(void* data, const std::vector<Registered>& registered);
 // Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();
 
-// Reason why the ranks of a channel cannot access each other's memory. "" if they can, or if it is unknown.
+// Reason why the ranks of a channel cannot access each other's memory. Returns "" if they can, or if NCCL does not tell.
 std::string why_out_of_reach(const Channel& channel);
-// Collective: tries a registration. Returns the reason why it fails, or "".
+// Collective: tries a registration. Returns the reason why the registration fails, or "".
 std::string why_no_windows(const Channel& channel);
 
 // Aborts communicators, and ends the waits of kernels for ranks of these communicators. The windows of the communicators must not

@@ -11,7 +11,7 @@
 
 namespace hw {
 
-// Description of a rank and of one of its allocations, which the other ranks receive.
+// Description of a rank and of one of its allocations. The other ranks receive this description.
 struct MemoryCard {
   char host[64];  // boot id
   int64_t process;

@@ -78,7 +78,7 @@ struct Minimum {
 #endif
 };
 
-struct FirstMaximum {  // NaN is the largest; ties give the first element
+struct FirstMaximum {  // NaN is the largest; among equal elements, the first is the result
   template <class T>
   HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {
     const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;

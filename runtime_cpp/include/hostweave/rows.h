@@ -116,7 +116,7 @@ struct ThreadGroup<kThreads, kBlocks> {
   static __device__ Walk<int64_t> of(int64_t n) { return {blockIdx.x / kBlocks, n, gridDim.x / kBlocks}; }
   template <class T, class ReduceOp>
   __device__ T reduce(T value, ReduceOp reduce_op) const {
-    __shared__ T partial[2][kBlocks];  // used alternately, because a block may call reduce again while others still read
+    __shared__ T partial[2][kBlocks];  // used alternately, because a block may call reduce again while other blocks still read
     T* const parts = partial[reduced % 2];
     value = reduce_block<kThreads>(value, reduce_op);
     if (reduced++ == 0) Cluster::wait();  // wait until all blocks have started
@@ -179,7 +179,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
 template <int kNeighbours>
 struct RowUpTo : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = kRowAccesses;  // maximum
+  static constexpr int kEach = kRowAccesses;  // maximum accesses per thread
 
   int length;
 

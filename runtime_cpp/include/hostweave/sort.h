@@ -119,8 +119,9 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Writes the indices of the first `left` elements in sorted order to `tile`, but unsorted. If keys are equal, selects the lowest
-// indices. Radix select: counts the elements per digit, from the highest digit on, to find the key of the last selected element.
+// Selects the `left` elements that come first in sorted order, and writes their indices to `tile`, in any order. If keys are
+// equal, selects the lowest indices. Radix select: counts the elements per digit, from the highest digit on, to find the key of
+// the last selected element.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -128,7 +129,7 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: number of equal keys in each warp
   const int64_t length = left;
   Key digits = 0, known = 0;  // known digits of the last selected element's key, and the mask of these bits
-  bool all = false;           // all elements with these digits are selected
+  bool all = false;           // true if all elements with these digits are selected
   for (int end = sizeof(Key) * 8; end > 0 && !all; end -= kDigitBits) {
     const int shift = end > kDigitBits ? end - kDigitBits : 0;
     auto* const counts = reinterpret_cast<uint32_t*>(tile);

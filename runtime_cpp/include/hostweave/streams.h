@@ -88,10 +88,10 @@ class CallOrder {
   bool in_graphs() const { return capture_ != 0; }
 
  private:
-  Events last_call_{1};             // the last call or graph launch
-  Events in_capture_{1};            // the last call in the current capture
+  Events last_call_{1};             // end of the last call or graph launch
+  Events in_capture_{1};            // end of the last call in the current capture
   unsigned long long capture_ = 0;  // id of the last capture; 0: none yet
-  bool capturing_ = false;          // for the current call
+  bool capturing_ = false;          // true if the current call is being captured
 };
 
 // Pool of streams that fork from the caller's stream and join it.

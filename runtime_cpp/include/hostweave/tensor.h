@@ -56,7 +56,7 @@ struct Tensor {
   }
 
   // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` are for the message. `type` has
-  // the names of the dims, such as "bf16[M/8, K]". It may be null if no dim has a name.
+  // the names of the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
   void expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
               const char* type = nullptr) const;
 };

@@ -18,7 +18,7 @@
 
 namespace hw {
 
-constexpr int kExchangeRanks = 8;                            // maximum
+constexpr int kExchangeRanks = 8;                            // maximum number of ranks
 constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // maximum bytes of a term
 constexpr int64_t kPacketBytes = 8;                          // bytes of a term per packet
 constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank and slot
@@ -190,7 +190,7 @@ struct TermsAt {
 
   HW_DEVICE TermsAt operator+(int64_t further) const { return {terms, first + further}; }
 
-  // Not inlined, because kernels with scalar access call it in many places.
+  // Not inlined, because kernels with scalar access call this function in many places.
   HW_NOINLINE T element() const { return requested<1>().received()[0]; }
 
   template <int kCount>

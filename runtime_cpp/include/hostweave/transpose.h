@@ -29,7 +29,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
   for (int64_t number : over_blocks(down * across)) {
     const int64_t i = int64_t{static_cast<uint32_t>(number) / across} * kRows;
     const int64_t j = int64_t{static_cast<uint32_t>(number) % across} * kTransposed;
-    const int64_t height = rows - i, length = columns - j;  // size of the tile, which is smaller at the edge
+    const int64_t height = rows - i, length = columns - j;  // numbers of rows and columns from this tile to the end
     const auto fill = [&](auto is_inside) {
 #pragma unroll kUnrolled
       for (int at = 0; at < kElements; at += kThreads * kWidth) {

@@ -111,7 +111,7 @@ __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, in
 template <class T, Operands kOperands>
 class WarpgroupProducts {
   static constexpr bool kTransposed = kOperands == Operands::transposed_matrices, kFew = kOperands == Operands::few_rows;
-  static constexpr bool kOuter = kFew || kOperands == Operands::rows;  // both operands are read along their columns
+  static constexpr bool kOuter = kFew || kOperands == Operands::rows;  // the products sum over the rows of a group
   static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
@@ -281,7 +281,7 @@ class WarpgroupProducts {
   }
 
   // Stores `rows` rows of this warpgroup, kStaged columns at a time, through shared memory. One thread copies whole boxes from
-  // there; all threads copy the last rows of a group.
+  // shared memory; all threads copy the last rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);

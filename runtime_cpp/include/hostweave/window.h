@@ -72,7 +72,7 @@ class WindowArena {
     struct {
       void* data;
       size_t bytes;
-    } parts[2];  // in windows, and elsewhere
+    } parts[2];  // memory in windows, and other memory
   };
   Memory memory() const;
 
@@ -86,7 +86,7 @@ inline ncclResult_t wait_signal(int64_t peer, int number, const Communicator& co
   return ncclWaitSignal(1, &next, comm.channel().handle(), stream);
 }
 
-// Overloads of NCCL's functions for a Communicator. They log no channel, because they do not wait for other ranks.
+// Overloads of NCCL's functions for a Communicator. These functions log no channel, because they do not wait for other ranks.
 inline ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, int peer, ncclWindow_t window,
                                   size_t offset, int number, int context, unsigned flags, const Communicator& comm,
                                   cudaStream_t stream) {
