@@ -209,7 +209,8 @@ def test_blocks_as_nccl_rounds(columns: int) -> None:
 
 
 def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
-    """Launches of a graph that exchanges blocks and of one that exchanges packets, and calls that exchange blocks, without waits."""
+    """Launches of two graphs, and calls in between, without waits. One graph and the calls exchange blocks. The other graph exchanges
+    packets."""
     program, other = exchanging(), reducing(8192)
 
     def body(rank: int, group: hw.Group) -> None:
