@@ -115,7 +115,7 @@ class DefUse:
 
     def is_whole(self, name: str) -> bool:
         """True if a name covers all elements of its alias root, in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # an output covers all of its donated input
+        while (source := self.roots.source(name)) and name in self.views:  # an output covers the whole donated input
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source

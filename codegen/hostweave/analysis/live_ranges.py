@@ -1,8 +1,8 @@
 """Live ranges of a host program's temporaries, from which the arena is laid out.
 
 An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of the
-enclosing body. Buffers that are allocated later in program order may reuse the bytes of an ended buffer. If the freed buffer belongs to a
-stream, only buffers of the same stream may reuse the bytes until the streams are joined.
+enclosing body. Buffers that are allocated after that end, in program order, may reuse the bytes. If the freed buffer belongs to a stream,
+only buffers of the same stream may reuse the bytes until the streams are joined.
 """
 
 from __future__ import annotations

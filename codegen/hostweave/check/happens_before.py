@@ -1,4 +1,5 @@
-"""Happens-before: simulates the operations of all ranks in one legal order, and computes which earlier operations are known to have ended.
+"""Happens-before: simulates the operations of all ranks in one legal order, and computes which earlier operations have certainly ended when
+an operation starts.
 
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
 rendezvous transport, its receivers must have started too.

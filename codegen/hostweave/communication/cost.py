@@ -41,7 +41,7 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
 
 
 def communication_slowdown(ranks: int) -> float:
-    """Slowdown of communication kernels while matmuls run, for this number of ranks or the next larger one with a figure."""
+    """Slowdown of communication kernels while matmuls run, for this number of ranks, or for the next larger number in the table."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
 
 

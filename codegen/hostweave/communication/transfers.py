@@ -217,7 +217,8 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """Returns an instruction with all sends of this rank. If `distance` is given, each rank sends to the rank that is so far ahead."""
+    """Returns an instruction with all sends of this rank. If `distance` is given, each rank sends to the rank that is `distance` ranks
+    ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

@@ -1,4 +1,4 @@
-"""Interface by which communication gets the buffers of values."""
+"""Interface through which the lowering of communication gets the buffers of values."""
 
 from typing import Protocol
 

@@ -191,7 +191,7 @@ class Emitter:
         return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Emits nothing, because a run frees nothing: `prepare` plans the arena."""
+        """Emits nothing, because `prepare` plans the arena, and a run frees no memory."""
         return ""
 
     def emit_view(self, i: ir.View) -> str:

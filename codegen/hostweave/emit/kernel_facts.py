@@ -100,7 +100,7 @@ class KernelFacts:
         )
 
     def functions(self) -> set[str]:
-        """Names of the C functions that the kernel calls, which local variables must not have."""
+        """Names of the C functions that the kernel calls. Local variables must not have these names."""
         specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
@@ -172,7 +172,7 @@ class KernelFacts:
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, access: str) -> str:
-        """Name for an element that contains its indices, such as `x_ij`."""
+        """Name for an element, such as `x_ij`. The name contains the indices of the element."""
         return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(access)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:

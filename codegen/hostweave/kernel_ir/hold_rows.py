@@ -40,7 +40,7 @@ BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
-FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
+FEW_HELD, FEW_INPUTS = 16, 12  # largest number of held accesses that counts as few: with computed values, and with inputs only
 LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of large blocks per multiprocessor
 HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts once per access of a vector
 LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that are held only to load them early
@@ -96,7 +96,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
     """`roots`, and the values of the innermost loop on which `roots` depend, depth first. Excludes values in `computed`, and values that
-    only these need."""
+    only values in `computed` need."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:

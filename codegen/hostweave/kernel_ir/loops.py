@@ -30,7 +30,7 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol that replaces the outermost size
 
-# Distributions of the iterations over threads. An element is one of the result. A lane has all elements along the dim of a `Lane`.
+# Distributions of the iterations over threads. An element is an element of the result. A lane has all elements along the dim of a `Lane`.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"

@@ -6,7 +6,7 @@ gets
 
     vectors of 8 along j
 
-The width divides all relevant sizes that are ints. The kernel checks symbolic sizes and the alignment at run time.
+The width divides all sizes of `Loops.divided` that are ints. The kernel checks symbolic sizes and the alignment at run time.
 """
 
 from dataclasses import replace

@@ -270,8 +270,8 @@ def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses an alternative for a reshard. The user's choice takes precedence. Otherwise the fastest is chosen, or sequential execution if
-    the fastest gains too little. Raises ProgramError if the user's choice is not possible."""
+    """Chooses an alternative for a reshard. The user's choice takes precedence. Otherwise the fastest alternative is chosen, or sequential
+    execution if the fastest alternative gains too little. Raises ProgramError if the user's choice is not possible."""
     choice = Choice(reshard.result.name, fusion.name, possible)
     sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)

@@ -62,8 +62,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime, and arrays of more than `_MANY` numbers in place. NumPy's remainder takes longer than a
-    division and a product."""
+    """Reduces 64-bit numbers modulo the prime. Arrays of more than `_MANY` numbers are reduced in place. NumPy's remainder takes longer
+    than a division and a product."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements

@@ -87,8 +87,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If the value has moved
-    elements of another value, yields the name of that value."""
+    """Yields name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If a value only
+    consists of moved elements of another value, yields the name of the other value."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

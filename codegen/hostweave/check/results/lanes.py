@@ -278,8 +278,8 @@ class Real(Lanes):
 
 
 def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
-    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Without this, inverses and signs of the
-    shadow would depend on the order of the sum. `size` sums the absolute values."""
+    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Without this correction, inverses and
+    signs of the shadow would depend on the order of the sum. `size` sums the absolute values."""
     is_error = (element == 0) & (shadow != 0)
     return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 

@@ -198,11 +198,11 @@ class Runs:
         return ()
 
     def is_stack(self, column: Column) -> bool:
-        """True if these values are a stack of an earlier run, or consecutive indices of one tensor."""
+        """True if these values are a stack of an earlier run, or are at consecutive indices of one tensor."""
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
-        """True if these values are consecutive indices of the outermost dim of one tensor, such as seeds of random numbers."""
+        """True if these values are at consecutive indices of the outermost dim of one tensor, such as seeds of random numbers."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""
         expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []

@@ -38,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Maps the words lengths, bias and offsets to entries of `operands`, without masks that the op lacks. `operands` has one entry per
+    """Maps the words lengths, bias and offsets to entries of `operands`. Omits masks that the op lacks. `operands` has one entry per
     operand of the op."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
@@ -176,7 +176,7 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> 
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
-    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # at least exp(0), or 0 if a row sees no column
+    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # a sum is at least exp(0), or 0 if the row sees no column
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 

@@ -65,8 +65,8 @@ def _repeat(types: Types, op: Op) -> TensorType:
     """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
 
     For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
-    gets a replacement from the end of the operand list. An operand in `carried` is for the first call. Each later call gets a result of the
-    previous call.
+    gets a replacement from the end of the operand list. Only the first call gets an operand in `carried`. Each later call gets a result of
+    the previous call instead.
     """
     function = op.callee
     assert function is not None

@@ -46,7 +46,7 @@ class OpDef:
     - `infer(operand types, op)` returns the dtype and global shape of the result, or raises Mismatch.
     - `map(operand types, op)` returns the index map.
     - `numpy(np, *arrays, **attributes)` computes the op on arrays. If the op states the shape or dtype of the result (`target`), `numpy`
-      also gets `shape` or `dtype`. A call gets `run`, which evaluates its function.
+      also gets `shape` or `dtype`. The `numpy` of a call also gets `run`, which evaluates the called function.
     """
 
     arity: int | None  # None: one or more
@@ -84,7 +84,7 @@ class OpDef:
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = None
     adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims that are summed over but have no label
     follows_index: bool = False  # an op without operands whose elements depend only on their index, so that each rank computes its shard
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims that scores are summed over, before the softmax
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims over which scores are summed, before the softmax
     whole: str = ""  # participle for messages: "joined", if the op needs a dim completely because it joins along the dim
 
     is_view: bool = False  # pointer arithmetic on local data, without a kernel or call

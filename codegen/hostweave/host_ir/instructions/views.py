@@ -233,7 +233,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # extends the smaller product, or the target's if symbols hide which one is smaller
+        while have != want:  # extends the smaller product, or the target's product if symbols hide which one is smaller
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

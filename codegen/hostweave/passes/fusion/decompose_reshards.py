@@ -135,7 +135,7 @@ class _Decomposition(OpRewriter):
         return Size(ranks), self.types[source].shape[dim] // (2 * ranks)
 
     def by_shard(self, type: TensorType, dim: int, axes: Axes, pieces: tuple[Size, Size]) -> TensorType:
-        """Replaces a dim by two dims, the pieces of a rank and the elements of a piece, and adds an outermost dim for the ranks."""
+        """Replaces a dim by two dims: the pieces of a rank, and the elements of a piece. Adds an outermost dim for the ranks."""
         ranks, piece = pieces
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 

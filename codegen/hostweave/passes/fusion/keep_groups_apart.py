@@ -59,8 +59,8 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Adds the values between a grouped matmul and later matmuls of the same groups to `apart`, if all ops between them keep rows
-        separate."""
+        """Adds to `apart` the values between a grouped matmul and later matmuls of the same groups, if all ops between these matmuls keep
+        rows separate."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

@@ -149,7 +149,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
 
 
 class _Transfers:
-    """Chooses collectives or copy engines for the gathers and reduce-scatters of a body outside of loops, and records the choices."""
+    """Chooses collectives or copy engines for the gathers and reduce-scatters outside of a body's loops. Records the choices."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options

@@ -53,7 +53,8 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type after backward propagation. An unsharded, unstreamed dim gets the axes that all consumers need, if the op can be split so."""
+    """Type after backward propagation. An unsharded, unstreamed dim gets the axes that all consumers need, if the sharding rule of the op
+    allows these axes."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

@@ -184,8 +184,8 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """Fused launches of all consumers if all may recompute the results, otherwise of the first consumer. If nothing can be fused,
-        returns the reason as text."""
+        """Fused launches of all consumers if all may recompute the results, otherwise the fused launch of the first consumer. If nothing
+        can be fused, returns the reason as text."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}

@@ -38,7 +38,7 @@ def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
-    """Views of the one chunk of an allocation that a stream block uses per iteration. Empty if the allocation has other uses."""
+    """Views of the chunks of an allocation, if each iteration of a stream block uses one chunk. Empty if the allocation has other uses."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in touches}
     if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:
@@ -61,7 +61,7 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The instruction at `place`, or the instruction that contains it and is directly in the stream block or in an `on` body of the
+    """The instruction at `place`, or the enclosing instruction that is a direct child of the stream block or of an `on` body in the
     block."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]

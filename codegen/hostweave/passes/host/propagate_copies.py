@@ -127,7 +127,7 @@ class _Copy:
         inside = ((p, name) for p, name in reads if not self._follows_loop(p))
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
-        # A write while this chunk is sent is a write of another chunk, because a send and a write of one chunk would race.
+        # While this chunk is sent, only other chunks are written, because a send and a write of one chunk would race.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):

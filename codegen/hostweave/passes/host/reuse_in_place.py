@@ -163,8 +163,8 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its memory in order, and the result has the same dtype and number of elements. Without merges, the two
-        must be in different memory."""
+        """True if the operand covers its memory in order, and the result has the same dtype and number of elements. Before the merges, the
+        two must have been in different memory."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)

@@ -220,7 +220,7 @@ class Buffers:
         return self._copied(name, source)
 
 
-# Slices of the result of a concat or pad, into which its operands can be computed directly.
+# Slices of the result of a concat or pad. Operands can be computed directly into these slices.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:

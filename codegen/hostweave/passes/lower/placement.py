@@ -55,7 +55,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value, and no consumer is a slice or transpose, which views the whole value."""
+    """True if only this loop uses a value. False if a consumer is a slice or transpose, because these ops view the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -148,8 +148,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value whose op is not pointwise and an operand of a concat or pad, in the form that `_chain` returns. Empty if the
-    operand must be copied."""
+    """Views between a value and an operand of a concat or pad, in the form that `_chain` returns. Empty if the operand must be copied, or
+    if the op of the value is pointwise."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
