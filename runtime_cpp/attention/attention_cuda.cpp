@@ -143,8 +143,8 @@ class Engine {
 
   // Runs the plan once on zeros to load its kernels; see MatmulPlan::load_kernels.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
-    int64_t elements =
-        problem.q.batch * problem.q.heads * problem.q.rows * 2;  // size of the log-sum-exps, counted in 16-bit elements
+    // Size of the log-sum-exps, counted in 16-bit elements.
+    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;
     elements = std::max(elements, problem.q.batch * (problem.sequences + 1) * 2);
     std::vector<Heads> operands = problem.operands();
     operands.push_back(problem.bias);
@@ -284,8 +284,8 @@ struct OnCuda : PlannedAttention {
       return;
     }
     const bool sees_more = !in_corner && diagonal + blind > 0;
-    const int64_t limited =
-        sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // rows from here on attend to all columns
+    // Rows from `limited` on attend to all columns.
+    const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;
     add(handle, blind, limited, type, options, streams);
     options.causal = false;
     add(handle, limited, rows, type, options, streams);

@@ -19,8 +19,8 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-constexpr auto kSlowness =
-    std::chrono::milliseconds(10);  // for tests of tuning: each algorithm is slower than the next by this time
+// For tests of tuning: each algorithm is slower than the next by this time.
+constexpr auto kSlowness = std::chrono::milliseconds(10);
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 
@@ -91,8 +91,8 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
   if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0)
     return "of 8-bit floats with sizes that 16 does not divide";
-  const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 &&
-                   b.type == CUDA_R_8F_E4M3;  // up to hw::kFewScaledRows rows, for which the runtime has kernels
+  // True if the runtime has kernels for so few rows (hw::kFewScaledRows).
+  const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 && b.type == CUDA_R_8F_E4M3;
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
     return "with block scales of rows that 4 does not divide";
   if (desc.epilogue & CUBLASLT_EPILOGUE_BIAS && d.type == CUDA_R_32F) return "of 8-bit floats with a bias of f32";

@@ -363,8 +363,8 @@ void MatmulPlan::describe(Plan& plan) const {
   plan.b_layout = make_layout(scaling_.operand_b, p.b, p.batch.count, p.batch.b);
   plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
   const auto find = [&](uint32_t alignment, int most) {
-    const void* const bias =
-        reinterpret_cast<const void*>(uintptr_t{alignment});  // cuBLASLt uses only the alignment of this address
+    // cuBLASLt uses only the alignment of this address.
+    const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});
     if (has_bias()) HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
     return plan.find_algorithms(rank_.blas(), alignment, most);
   };
@@ -402,8 +402,8 @@ void MatmulPlan::describe_scales(Plan& plan) const {
     HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scaling_.a));
   }
 #endif
-  const void* const any =
-      reinterpret_cast<const void*>(uintptr_t{kAlignment});  // cuBLASLt uses only the alignment of this address
+  // cuBLASLt uses only the alignment of this address.
+  const void* const any = reinterpret_cast<const void*>(uintptr_t{kAlignment});
   HW_CHECK(set_scales(plan, {.scale_a = any, .scale_b = any}));
 }
 

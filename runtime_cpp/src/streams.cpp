@@ -48,8 +48,8 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (!capturing_) return cudaEventRecord(last_call_[0], caller);
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
-  return cudaEventRecord(in_capture_[0],
-                         caller);  // after the node above, so that the last call in a graph is the last to record last_call_
+  // This record comes after the node above, so that the last call in a graph is the last to record last_call_.
+  return cudaEventRecord(in_capture_[0], caller);
 }
 
 struct Streams::Pool {

@@ -76,7 +76,7 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
-    """Inputs are never copied, because ranks send from any memory. Peers read the output %h, so it is copied unless it is in a window."""
+    """Inputs are never copied, because ranks send from any memory. Peers read the output %h, so %h is copied unless it is in a window."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h

@@ -80,7 +80,7 @@ except (ExecutionError, KeyboardInterrupt) as error:
 
 
 class Processes:
-    """Ranks as processes. Each one prints "ready" before its last call."""
+    """Ranks as processes. Each rank prints "ready" before its last call."""
 
     def __init__(
         self, folder: Path, transport: str, place: str, fault: str, limit: float = 60, never: bool = False, captured: bool = False
@@ -204,7 +204,7 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
-    """The report also has lines of the streams of a graph."""
+    """A report also has lines for the streams of a launched graph."""
     with Processes(tmp_path, "two_sided", RECV, "", limit=3, never=True, captured=True) as ranks:
         _, report = ranks.said(0)
     assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (

@@ -1,4 +1,4 @@
-"""Groups: hw.init, and calls of programs by ranks, which are threads here."""
+"""Groups: hw.init, and calls of programs by ranks. The ranks are threads."""
 
 from __future__ import annotations
 

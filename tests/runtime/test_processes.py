@@ -1,5 +1,5 @@
-"""Ranks as processes, on both targets: started by torchrun, by mpirun or directly, combined with torch.distributed, and killed at any
-time.
+"""Ranks that are processes, on both targets. torchrun, mpirun or the test starts them, partly with torch.distributed. Some tests kill a
+rank at a random moment.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
 @everywhere
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
-    """If a rank is stopped, `call_timeout` applies, even if the store is in that rank's process."""
+    """If a rank is stopped, `call_timeout` applies, even if the store is in the process of the stopped rank."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, count = free_port(), place.killed

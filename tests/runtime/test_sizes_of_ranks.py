@@ -1,4 +1,4 @@
-"""Ranks that are processes and pass inconsistent sizes: all of them raise an error soon."""
+"""Ranks that are processes and pass inconsistent sizes: all ranks raise an error soon."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ TEST(a_plan_that_a_graph_uses_is_not_evicted) {
 }
 
 TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
-  hw_cpu_config config =
-      config_of(HW_CPU_PARALLEL, 1);  // in seeded mode only one kernel runs at a time, so it cannot wait for this thread
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);  // in seeded mode, a kernel cannot wait for this thread
   config.workers = 2;
   configure(config);
   const std::string error = run_ranks(1, [](int) {

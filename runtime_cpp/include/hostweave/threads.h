@@ -9,11 +9,10 @@ constexpr int kRowAccesses = 4;   // maximum accesses per thread to a row in reg
 constexpr int kTransposed = 64;   // columns of a tile that a block transposes
 template <int kBytes>             // rows of such a tile, so that its columns have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
-constexpr int kTransposing =
-    8;  // blocks per multiprocessor that transpose: while a block waits for its tile, others load and store
-constexpr int kLaneParts = 32;  // threads that share a lane; each element has one thread
-constexpr int kTile = 32;       // columns per tile of a column reduction
-constexpr int kSorted = 2048;   // elements that a block sorts in shared memory
+constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while a block waits, the others load and store
+constexpr int kLaneParts = 32;   // threads that share a lane; each element has one thread
+constexpr int kTile = 32;        // columns per tile of a column reduction
+constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that the few-rows kernels compute
 constexpr int kFewScaledRows = 16;    // the same for a matmul of 8-bit floats with scales

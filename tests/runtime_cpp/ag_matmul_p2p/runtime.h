@@ -49,7 +49,7 @@ inline void check(cublasStatus_t e, const char* call, const char* file, int line
 }
 #define HW_CHECK(call) (HW_PLACE(#call), ::hw::check((call), #call, __FILE__, __LINE__))
 
-// Between ncclGroupStart and ncclGroupEnd: an exception must not leave the thread's group open.
+// Closes the thread's NCCL group if an exception leaves the scope.
 class CloseGroupOnError {
  public:
   ~CloseGroupOnError() {
@@ -152,7 +152,7 @@ class Streams {  // a ring of streams that fork from the caller's stream and joi
   cudaEvent_t begin_;
 };
 
-class Arena {  // grows if a larger shape is prepared, never during a call
+class Arena {  // memory that grows if a larger shape is prepared, but never during a call
  public:
   ~Arena() { cudaFree(base_); }
   void reserve(size_t bytes) {
