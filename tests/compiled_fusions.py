@@ -1,4 +1,4 @@
-"""Helpers of tests, which compile each program once per process, make inputs, and compare the outputs of every rank with NumPy."""
+"""Compiles each program of the tests once per process, makes inputs, and compares the outputs of every rank with NumPy."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Sets a cache folder that all workers of this session share. The user's cache is not used.
 
-    With GPUs, programs are compiled with the default flags. Otherwise they are not optimised, except in tests that use
+    With GPUs, programs are compiled with the default flags. Without GPUs, programs are not optimised, except in tests that use
     `optimised_kernels`. Tests that unset CXX also compile without precompiled headers.
     """
     gc.disable()  # imports create no garbage, so collections would only take time

@@ -1,4 +1,4 @@
-"""Helpers for tests of passes, which compare the text of a fusion before and after a pass."""
+"""Helpers for tests that compare the text of a fusion before and after a pass."""
 
 from __future__ import annotations
 

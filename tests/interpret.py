@@ -1,7 +1,7 @@
 """NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
 
-The interpreter defines the expected results of generated code, so it is as simple as possible. Floats of less than 32 bits are widened to
-f32 for each instruction or op of a kernel, whose result is rounded once. Memory of floats that was not written is NaN.
+The interpreter defines the expected results of generated code, so it is as simple as possible. For each instruction, and for each op of
+a kernel, floats of less than 32 bits are widened to f32. The result is rounded once. Memory of floats that was not written is NaN.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

@@ -71,7 +71,7 @@ def projected(x: Array, wo: Array) -> Array:
 
 
 class Reference:
-    """One method per program, whose name omits `_tp` and `_sp`. `size` is the number of elements of a head."""
+    """One method per program. Names of methods omit `_tp` and `_sp`. `size` is the number of elements of a head."""
 
     def __init__(self, size: int):
         self.size = size

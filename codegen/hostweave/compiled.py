@@ -78,7 +78,7 @@ class Compiled:
 
     @cached_property
     def marked(self) -> Compiled:
-        """The same program with marks around its instructions, which measure when the instructions run."""
+        """The same program with marks around its instructions. The marks measure when the instructions run."""
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)

@@ -1,4 +1,4 @@
-"""Programs with two stages on every pair of meshes, which may share ranks or order them differently."""
+"""Programs with two stages on every pair of meshes. The meshes may share ranks, or order the same ranks differently."""
 
 from __future__ import annotations
 

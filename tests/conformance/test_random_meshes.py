@@ -1,4 +1,4 @@
-"""Random programs on random meshes of some of the ranks, which may overlap. Programs are checked, and the interpreter's results are
+"""Random programs on random meshes of some of the ranks. The meshes may overlap. Programs are checked, and the interpreter's results are
 compared with NumPy."""
 
 from __future__ import annotations

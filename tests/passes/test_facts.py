@@ -81,7 +81,7 @@ def test_facts_hold_between_their_passes() -> None:
 
 
 def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the pass sink_views by a pass that deallocates a buffer, which only a later pass may do."""
+    """Replaces the pass sink_views by a pass that deallocates a buffer. Only a later pass may deallocate."""
 
     def sink_views(program: ir.HostProgram, options: hw.Options) -> ir.HostProgram:
         (name,) = (name for i in tree.walk(program.body) for name in tree.names(i, "allocate"))

@@ -22,7 +22,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-SEEDS = 160  # number of seeds in the default run, whose programs must have all instructions that are not in NOT_MADE
+SEEDS = 160  # number of seeds in the default run; their programs must have all instructions that are not in NOT_MADE
 
 
 def is_right(seed: int) -> bool:

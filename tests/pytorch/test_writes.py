@@ -1,4 +1,4 @@
-"""Modules that write to arguments and buffers, which become donated inputs, compared with torch on 1 and 2 ranks."""
+"""Modules that write to arguments and buffers, compared with torch on 1 and 2 ranks. The written tensors become donated inputs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
         self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
-        # Reason why this rank cannot run the program: library calls are missing, or memory of peers is not accessible. Otherwise "".
+        # Reason why this rank cannot run the program: library calls are missing, or memory of peers is not accessible. "" if it can.
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
         self._exchanges_algorithms = True  # True if the ranks exchange measured algorithms when they make plans next

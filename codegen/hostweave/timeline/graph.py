@@ -16,7 +16,7 @@ ARCS = 90  # width of the area for arcs, in pixels
 
 @dataclass(frozen=True)
 class GraphRow:
-    """A value, or the heading of a function or program, which has no dims."""
+    """A value, or the heading of a function or program. A heading has no dims."""
 
     text: str  # "%y = matmul(%x, %w)"
     kind: str  # "head", "input", or the kind of an event

@@ -179,7 +179,7 @@ def _read(item: Any) -> Any:
 
 
 def _is_scalar(item: Any) -> bool:
-    """True for an index that is an element of a tensor, which a program reads when it runs."""
+    """True for an index that is an element of a tensor. A program reads such an index when the program runs."""
     if isinstance(item, torch.SymInt):
         return bool(free_unbacked_symbols(item))
     return isinstance(item, torch.Tensor) and item.ndim == 0 and item.dtype != torch.bool and not item.dtype.is_floating_point

@@ -1,4 +1,4 @@
-"""The program of a pipeline, which runs the forward and backward passes of all micro-batches in all stages."""
+"""The program of a pipeline. The program runs the forward and backward passes of all micro-batches in all stages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

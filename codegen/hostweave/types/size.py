@@ -4,7 +4,7 @@ A factor is the name of a symbol, or a node that contains other sizes:
 
 - a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
 - `ceil(M/8)`, the size of a full shard if 8 ranks cannot split M evenly;
-- `local(M, x)`, the size of this rank's shard of M along mesh axis x, which may be smaller, or 0, on the last ranks;
+- `local(M, x)`, the size of this rank's shard of M along mesh axis x (may be smaller, or 0, on the last ranks);
 - `first(M, x)`, the index in M at which that shard begins.
 
 On a mesh of some ranks, the shard's size is `local(M, x on ranks 2, 3)`. If that mesh has several axes, the text is `local(M, b on

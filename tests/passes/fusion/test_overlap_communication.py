@@ -236,8 +236,8 @@ def test_sums_that_kernels_may_add_up() -> None:
 
 @pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])
 def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, columns: int, is_beside: bool) -> None:
-    """If a gather overlaps with a product, NCCL computes small sums, which kernels compute faster. With many sums, a short gather therefore
-    does not overlap."""
+    """If a gather overlaps with a product, NCCL computes small sums, although kernels would be faster. With many sums, a short gather
+    therefore does not overlap."""
     inputs = "%x: bf16[16, 64@x], %w: bf16[64@x, 64], %u: bf16[4096, 4096], %s: bf16[N@x, N]"
     ops = "\n".join(
         f"""%p{i}: bf16[16, 64] partial(sum, x) = matmul({f"%y{i - 1}" if i else "%x"}, %w)

@@ -16,7 +16,7 @@ from hostweave.passes.fusion import regroup_pointwise
 
 
 def launches(function: Callable[..., Any], **specs: Any) -> int:
-    """Number of launches of a program, whose results are compared with the reference."""
+    """Compares the results of a program with the reference. Returns the number of launches."""
     fusion = hw.fusion(**specs)(function)
     program = hw.compile(fusion)
     arrays = random_arrays(fusion, {}, seed=0)

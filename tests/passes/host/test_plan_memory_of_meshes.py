@@ -1,4 +1,4 @@
-"""Memory of programs with several meshes, whose ranks run different instructions."""
+"""Memory of programs with several meshes. The ranks of different meshes run different instructions."""
 
 from __future__ import annotations
 
