@@ -22,7 +22,7 @@ WINDOW = 100
 
 @cache
 def masks(t: DType, size: int, group: int) -> Fusion:
-    """Program with each mask, for operands in [B, H, S, D] and in [S, B, H, D]."""
+    """Attention without a mask, with both causal masks, and with a window. Queries and keys are in [B, H, S, D], values in [S, B, H, D]."""
 
     @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
     def masks(q, k, v):  # type: ignore[no-untyped-def]
