@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: the layer and its gradients for each of ROUTINGS, and a graph in which the routing changes between replays."""
+"""Mixtures of experts on GPUs: the layer and its gradients for each of ROUTINGS, and a graph whose routing changes between replays."""
 
 from __future__ import annotations
 
