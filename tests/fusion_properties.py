@@ -48,7 +48,7 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
     """Compares the results of the program with NumPy's. User kernels go through all passes and checks; the interpreter executes
     built-in ops in their place.
 
-    A program that is impossible at the sizes of the generator, such as `M/2` if M is 7, is compared at other sizes.
+    A program that is impossible at the generator's sizes, such as `M/2` for M = 7, is compared at other sizes.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)

@@ -36,7 +36,7 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
 
     An input is a global array, or a list of local arrays, with None for ranks that do not have the input. Outputs are local, and a rank has
     only the outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError if communications do not
-    match, if all remaining ranks wait for each other, or if the program launches a user kernel.
+    match, or if all remaining ranks wait for each other. Also raises ExecutionError for user kernels.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}

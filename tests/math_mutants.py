@@ -275,7 +275,7 @@ class Subject:
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
         """Returns the verdict on the mutant that `made` returns. The verdict is REFUSED if the verifier or the proof of order rejects the
-        mutant, or if the mutant cannot be made or executed."""
+        mutant. It is also REFUSED if the mutant cannot be made or executed."""
         try:
             mutant = made()
             verify_host(mutant)

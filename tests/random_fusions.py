@@ -33,7 +33,7 @@ MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "
 NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # results with these numbers are exact
 
 
-# Algorithms for the gather of a loop's operand, for a reduction to a sharded result, and for a reduction to a replicated result.
+# Algorithms for a loop's communication: the gather of an operand, a reduction to a sharded result, and a reduction to a replicated result.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 
 
@@ -407,8 +407,8 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Generator of programs on up to 8 ranks, with more computed positions and loops over columns, and with a second mesh of the same
-    ranks.
+    """Generator of programs on up to 8 ranks. The programs have more computed positions and loops over columns, and a second mesh of the
+    same ranks.
 
     These features are not in `Generator`, so that its programs for each seed stay the same.
     """

@@ -251,7 +251,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """The remedy for a constant uses only the shape of a tensor, so it works for all values of its elements, such as NaN."""
+    """The remedy for a constant uses only the shape of a tensor, so it also works if elements are NaN."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]

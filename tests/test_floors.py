@@ -192,8 +192,8 @@ def test_names_of_targets_are_not_compared() -> None:
 
 
 def test_algorithms_are_not_compared() -> None:
-    """Outside of the folders `communication` and `transports`, no code compares with the name of a transport, or of an algorithm whose
-    chunking is `by_shard`."""
+    """Only the folders `communication` and `transports` compare with names of transports, and with names of algorithms whose chunking is
+    `by_shard`."""
     names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # "reduce" is also the name of a reshard to one rank
@@ -219,7 +219,7 @@ def test_names_of_transports_are_not_compared() -> None:
     assert registers == {"transports", "emit"}  # all other code need not know which transports register memory
 
 
-# Files that test for a class of instructions for which there is no trait, such as for epilogues of cuBLASLt, shared plans, or fusion of
+# Files that test for a class of instructions, because there is no trait. Examples are epilogues of cuBLASLt, shared plans, and fusion of
 # launches. All other code reads roles and traits.
 OWN_SEMANTICS = {
     "analysis/alignment.py",

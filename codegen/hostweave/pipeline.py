@@ -160,7 +160,7 @@ def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, F
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
-    """Raises ProgramError if the program lacks one of the sizes, or if a dim is impossible at these sizes, such as M/2 for M = 7."""
+    """Raises ProgramError if the program lacks one of the sizes. Also raises ProgramError for an impossible dim, such as M/2 for M = 7."""
     if not sizes:
         return
     types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]

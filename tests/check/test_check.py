@@ -376,7 +376,7 @@ FINE = {
 
 
 def test_memory_freed_on_a_stream_stays_with_the_stream_until_the_join() -> None:
-    """Memory that is freed on a stream becomes available to other streams only at the join, so a concurrent loop need not wait for that
+    """Memory that is freed on a stream becomes available to other streams only at the join. A concurrent loop need not wait for that
     stream."""
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"

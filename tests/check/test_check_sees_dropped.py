@@ -43,7 +43,7 @@ def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
 
 
 def test_speed() -> None:
-    """The check of a small program for 8 ranks takes less than 0.1 s of CPU time, so that it can run in every compilation."""
+    """The check of a small program for 8 ranks takes less than 0.1 s of CPU time. Compilations run this check by default."""
     host = program("ag_matmul_p2p", 8)
     seconds = []
     for _ in range(5):
@@ -88,7 +88,7 @@ def test_a_check_creates_no_reference_cycles() -> None:
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """Bytes of different rows with the same accesses are one piece, so the time of the check does not grow with the number of rows."""
+    """Bytes of different rows with the same accesses are one piece. The time of the check does not grow with the number of rows."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # also the layout of the right half, which begins 64 bytes later
@@ -118,8 +118,7 @@ def steps_of_python(divide: Callable[[], Pieces]) -> int:
 
 
 def test_dividing_more_rows_takes_no_more_steps() -> None:
-    """The number of executed lines must not depend on the number of rows, because the check also uses large sizes, for example above a
-    threshold of a condition."""
+    """The number of executed lines must not depend on the number of rows, because the check also uses large sizes."""
 
     def divided(rows: int) -> Pieces:
         return Pieces(32 * rows, frozenset((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24) for count in (rows, rows // 2)))
@@ -147,8 +146,7 @@ def test_buffers_of_any_size_are_divided(scale: int) -> None:
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
-    """Buffers whose views access the same bytes are divided into pieces only once, for example for all layers of a model, even if the
-    shapes of the views differ."""
+    """Buffers whose views access the same bytes are divided into pieces only once, even if the shapes of the views differ."""
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):

@@ -110,8 +110,8 @@ def test_the_verifier_of_sent_blocks() -> None:
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_mutations_of_blocks(kind: str) -> None:
-    """The check detects a missing launch, a result in the memory of the block that is sent, a concurrent write to this block, and two
-    exchanges that nothing orders."""
+    """The check detects a missing launch, and two exchanges that nothing orders. It also detects a result in the memory of the sent block,
+    and a concurrent write to this block."""
     head, body = OF_BLOCKS[kind].rstrip("}").rsplit("{", 1)
     sent, got = (8, 4) if kind == "reduce_scatter" else (4, 8)
     copied = f"%t = allocate f32[{sent}]  copy %p -> %t"

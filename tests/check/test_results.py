@@ -45,8 +45,8 @@ def test_names_output_rank_and_element() -> None:
 @pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
-    """The sum of differences to the mean is 0 in the finite field. The check therefore also sets the sum's f64 value to 0, so that the
-    inverse of the sum is infinite for every order of addition."""
+    """The sum of differences to the mean is 0 in the finite field. The check therefore also sets the sum's f64 value to 0. The inverse
+    of the sum is then infinite for every order of addition."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -117,7 +117,7 @@ def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_named(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a pass on fusions wrongly changes a factor in a function, the error names the first wrong pass and the first wrong value."""
+    """If a pass on fusions changes a factor in a function, the error names this pass and the first wrong value."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])

@@ -173,7 +173,7 @@ def test_accepted_mutants_are_correct_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """If a fork, join or wait is dropped, some schedule gives a wrong result, so the report of the check is not a false alarm."""
+    """If a fork, join or wait is dropped, some schedule gives a wrong result. The report of the check is not a false alarm."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

@@ -3,7 +3,7 @@ results are compared with NumPy.
 
 Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
 activations and gathers may precede the products. Epilogues and reductions may follow the products. Elements of inputs are 0, 2^i or 5 *
-2^i, so that an element divided by a scale is not near a tie. The reference in f64 and the program in f32 then round to the same value.
+2^i. A quotient of an element and a scale is then not near a tie. The reference in f64 and the program in f32 then round to the same value.
 Programs for which this is not certain have `is_rounded`.
 """
 
@@ -264,7 +264,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_compiled_programs(seed: int) -> None:
-    """Runs some of the random programs on CPU ranks, to test the C++ of quantisation, of kernels for few rows, and of epilogues."""
+    """Runs some of the random programs on CPU ranks. This tests the C++ of quantisation, of kernels for few rows, and of epilogues."""
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     given, program = writer.arrays(seed), hw.compile(fusion, options=options(seed))

@@ -125,7 +125,7 @@ def _joined(w: Writer, t: hw.Tensor, axis: int) -> None:
         w.is_now(hw.concat([t, t + 1], axis=axis)[tuple(whole)] + hw.concat(hw.split(t, 2, axis=axis), axis=axis))
 
 
-# The names of the last dims that an op needs ("" for none, "ab" for any two dims), and a function that applies the op.
+# For each op: the names of the last dims that it needs ("" for none, "ab" for any two dims), and a function that applies it.
 OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("", lambda w, t, axis: w.is_now(-t)),
     ("", _elementwise),

@@ -16,7 +16,7 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
     """Program with gathers, before matmuls and alone, and with reduce-scatters of the rows or columns of products.
 
-    The program also has an all-reduce of slices of rows, and a batch of matrices that are sharded first by rows and then by columns.
+    The program also has an all-reduce of slices of rows. It reshards a batch of matrices from rows to columns.
     """
     t = hw.f32["B", "M@x", "N"]
 

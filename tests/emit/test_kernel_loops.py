@@ -264,8 +264,8 @@ def target(request: pytest.FixtureRequest) -> str:
     "length", [32, 96, 128, 1000, 1024, 5120, 20000, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 256, 8192))]
 )
 def test_rows(length: int, is_known: bool, target: str) -> None:
-    """Norms, a softmax, maxima and quantisation of rows that are in registers of a few threads of a warp, in registers of a block, or in
-    memory."""
+    """Norms, a softmax, maxima and quantisation of rows. The rows are in registers of a few threads of a warp, in registers of a block, or
+    in memory."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
@@ -370,7 +370,7 @@ def test_divisions_by_one_divisor_are_divisions(target: str) -> None:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("shape", [(1, 16), (64, 128), (200, 72), (130, 33)], ids=str)
 def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str) -> None:
-    """Results with whole tiles, with partial tiles, and with rows that are not aligned, for elements of 1, 2, 4 and 8 bytes."""
+    """Results with whole tiles, with partial tiles, and with unaligned rows, for elements of 1, 2, 4 and 8 bytes."""
     columns = shape[1] if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", columns], y=hw.f32["M", columns], z=hw.f64["M", columns], bias=hw.bf16[columns], scale=hw.f32["M", 1])

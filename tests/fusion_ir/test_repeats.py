@@ -63,7 +63,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
-    """If each call takes the next element of one tensor, as layers take their random seeds, the repeat takes a slice of this tensor."""
+    """Each call takes the next element of one tensor, as layers take random seeds. The repeat then takes a slice of this tensor."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
     def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
@@ -321,7 +321,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls of layers, and then calls in reverse order, which read the input and the result of each layer, as a backward pass does."""
+    """Calls of layers, and then calls in reverse order, as in a backward pass. Each later call reads the input and result of a layer."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -360,7 +360,7 @@ def test_each_call_reshards_its_tensor_of_a_group() -> None:
 
 
 def test_a_value_between_calls_of_tied_weights_is_used() -> None:
-    """The program uses values between calls of a layer, and the first two calls share a weight, so there are more calls than weights."""
+    """The program uses values between calls of a layer. The first two calls share a weight, so there are more calls than weights."""
     model = taken_again((), order=(0, 0, 1, 2, 3))
     check(lower(model, Options()), fusion=model)
 

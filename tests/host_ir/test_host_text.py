@@ -171,7 +171,7 @@ def test_truncated_text() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
 def test_garbled_text(name: str) -> None:
-    """If a token is deleted, doubled or replaced, the text is a program, or there is an error with a location, and no other exception."""
+    """If a token is deleted, doubled or replaced, the text is a program, or raises ParseError or ProgramError."""
     tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
     draw = random.Random(name)
     for _ in range(400):

@@ -90,7 +90,7 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 
 def test_inlined() -> None:
-    """Each inlined call has separate memory. Memory that is live until the end of a block is deallocated at the end, and the next call may
+    """Each inlined call has separate memory. Memory that is live until the end of a block is deallocated at the end. The next call may
     reuse the memory."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)

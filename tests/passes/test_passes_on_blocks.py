@@ -188,8 +188,8 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The join before a call is kept, because the called block forks the same streams, and the work of the block must follow the earlier
-    work on these streams."""
+    """The join before a call is kept, because the called block forks the same streams. The work of the block must follow the earlier work
+    on these streams."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)

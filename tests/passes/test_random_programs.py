@@ -1,5 +1,5 @@
-"""Random fusions. Hostweave refuses a fusion, or lowers it to a program that can be printed and parsed, passes the check, and gives NumPy's
-results. `pytest -m slow` tests many more fusions.
+"""Random fusions. Hostweave refuses a fusion, or lowers it to a program. The program can be printed and parsed, passes the check, and gives
+NumPy's results. `pytest -m slow` tests many more fusions.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def test_collectives_in_kernels(seeds: range) -> None:
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs_have_every_instruction_and_algorithm() -> None:
-    """The random programs contain every algorithm, and every instruction that is not in NOT_MADE, so that a defect in any of them can be
-    found."""
+    """The random programs contain every algorithm, and every instruction that is not in NOT_MADE."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     missing: set[str | None] = {None, "sent_on", *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
     for fusion in (one for seed in range(SEEDS) for one in (Generator(seed).fusion(), exchanging(seed)[1])):
@@ -164,7 +163,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 def contracts_right(seed: int) -> bool:
     """Contractions over several dims that are sharded independently, in loops if possible.
 
-    The result of one contraction is also an operand of another, is returned as a view, or is stacked with its double along any dim.
+    The result of a contraction is also an operand of another contraction, is returned as a view, or is stacked with its double.
     """
     generator = Generator(seed)
     random = generator.random

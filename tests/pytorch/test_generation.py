@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs gives the tokens of eager PyTorch, on 1, 2 and 4 ranks, also if prompts differ in
+"""`generate` of transformers on compiled programs, on 1, 2 and 4 ranks. The tokens equal those of eager PyTorch, also if prompts differ in
 length."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
         found.append(model.generate(first[:1], **settings)["logits"])
         return found
 
-    # The ranks run before the `model.generate` below, so that the programs are first compiled in a rank, with its blocks of the cache.
+    # The ranks run before the `model.generate` below, so that a rank first compiles the programs, with its blocks of the cache.
     ways = threads.run(rank_main)
     for place, prompt in enumerate((first, second, second, first[:1])):
         wanted = module.generate(prompt, **settings)["logits"]

@@ -160,7 +160,7 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The backward pass under a checkpoint uses the dropout mask of the forward pass, so its gradient predicts how the loss changes with
+    """The backward pass under a checkpoint uses the dropout mask of the forward pass. The gradient then predicts how the loss changes with
     this mask."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]

@@ -205,8 +205,8 @@ class Dropping(nn.Module):
 
 
 def test_layers_with_dropout_are_a_loop() -> None:
-    """Calls of layers with dropout are a loop, in which each layer has its own seeds. The layers are linear, so the sum of x * gradient
-    equals the sum of the results only if forward and backward pass drop the same elements."""
+    """Calls of layers with dropout are a loop, in which each layer has its own seeds. The layers are linear. The sum of x * gradient
+    therefore equals the sum of the results only if both passes drop the same elements."""
     module, x = nn.Sequential(*(Dropping() for _ in range(4))).train(), torch.randn(8, 16, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x,), training=True)
     assert all(len(re.findall(r"for \(int64_t i = 0; i < [34]; \+\+i\)", one.source)) == 1 for one in (compiled.program, compiled.backward))

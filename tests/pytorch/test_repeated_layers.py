@@ -62,8 +62,8 @@ def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
 
 
 def expect(module: nn.Module, *how: str) -> None:
-    """Compares the result with the module's. For each layer, `how` has the index of the equal layer that was traced instead, or a part of
-    the reason why the layer was traced."""
+    """Compares the result with the module's. For each layer, `how` has the index of the equal layer whose trace is used. If the layer
+    itself was traced, `how` has a part of the reason."""
     y, found = computed(module)
     with torch.no_grad():
         torch.testing.assert_close(y, module(X), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Results of modules that share memory with arguments, tensors of the module and other results, compared with torch on 1 and 2 ranks."""
+"""Results that share memory with arguments, tensors of the module or other results, compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 

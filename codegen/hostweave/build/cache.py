@@ -1,7 +1,7 @@
 """Cache of built programs and their objects. An entry is a folder, published by an atomic rename.
 
-If several processes need the same entry, one process makes it, and the others wait. Cached code runs with the user's rights, so the cache
-refuses folders that other users can write, and files that changed after they were published.
+If several processes need the same entry, one process makes it, and the others wait. Cached code runs with the user's rights. The cache
+therefore refuses folders that other users can write, and files that changed after they were published.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder. Reads the metadata of the files, not the files. The stamp is random if
-    a file was edited after this process began to import the package, because the process may run the old code."""
+    """Stamp that changes with every edit of a file below the folder. Reads the metadata of the files, not the files. If a file was
+    edited after this process began to import the package, the stamp is random. The process may then run old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
     latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)

@@ -85,7 +85,7 @@ class Toolchain:
 class Library:
     """A library of the runtime. `make` builds the library at `path`.
 
-    A cached library has a unique `soname`. `load` checks and loads the library first, so that the dynamic loader finds the library by this
+    A cached library has a unique `soname`. `load` checks and loads the library first. The dynamic loader then finds the library by this
     name, and does not open the file again.
     """
 

@@ -160,7 +160,7 @@ class FallibleGroup:
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Returns a message if another rank waits in an exchange that this rank will not join, because this rank has begun the next call.
+        """Returns a message if this rank has begun the next call, and another rank waits in an exchange that this rank will not join.
         Otherwise returns None."""
         if (announced := self.exchange.announced()) is None:
             return None

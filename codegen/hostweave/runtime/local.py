@@ -333,7 +333,7 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call with the sizes on the other ranks, unless the shapes are the same as in the last call."""
+        """Compares the sizes of a call with those of the other ranks. Skips the comparison if the shapes equal those of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._exchanges_algorithms = True
 

@@ -1,5 +1,5 @@
-"""Report of a hang. For each rank and stream, the report shows the last finished line, the first unfinished line, and the ranks for which
-the unfinished line waits.
+"""Report of a hang. For each rank and stream, the report shows the last finished line and the first unfinished line. It also shows the
+ranks for which the unfinished line waits.
 
 Each rank describes its position as a list of `RankPosition`, one per program, in JSON. `describe` combines the positions of all ranks.
 """

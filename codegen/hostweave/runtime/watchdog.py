@@ -2,7 +2,7 @@
 
 A failure is one of these: a call exceeds its timeout, the store does not answer, or another rank reports a failure, leaves, or makes a
 different call. The watchdog thread then reports the position of every rank and aborts the channels, which ends all waits. A separate
-listener thread reads the reports of other ranks, so that a store that does not answer does not block the watchdog thread.
+listener thread reads the reports of other ranks, because a store that does not answer would block the watchdog thread.
 """
 
 import threading

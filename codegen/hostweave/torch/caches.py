@@ -180,8 +180,8 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches with layers of the same classes, as a call of the
-    original module would change them."""
+    """Copies the attributes of returned cache layers to the given caches with layers of the same classes. A call of the original module
+    would change these attributes."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:

@@ -122,9 +122,9 @@ class CompiledModule(Delegating):
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
         One program processes prompts, and another program computes the next token of each sequence. The programs are compiled on first use,
-        for each number of sequences and for each cache length, rounded up to a multiple of 64. In a group, all ranks call `generate` with
-        the same prompts, and with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static
-        cache is not possible.
+        for each number of sequences and each cache length. Cache lengths are rounded up to multiples of 64. In a group, all ranks call
+        `generate` with the same prompts, and with the same seed if tokens are sampled. Raises ArgumentError if the module has no
+        `generate`, or if a static cache is not possible.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """

@@ -20,7 +20,8 @@ def as_torch_op(program: Program, name: str) -> Any:
     that is a rank of a group, a call runs that rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
     `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
-    Raises ArgumentError if `program` is not a compiled program, if the name has no namespace or is taken, or if the program donates inputs.
+    Raises ArgumentError if `program` is not a compiled program, or donates inputs. Raises ArgumentError if the name has no namespace or is
+    taken.
 
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """

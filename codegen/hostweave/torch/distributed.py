@@ -137,7 +137,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Restores the original dtypes of parameters, and inserts a cast before the first use of each parameter, in the layer of that use."""
+    """Restores the original dtypes of parameters. Inserts a cast before the first use of each parameter, in the layer of that use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:

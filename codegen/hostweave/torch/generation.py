@@ -205,8 +205,8 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes, and in a group replaces them by blocks
-        of this rank."""
+        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes. In a group, blocks of this rank then
+        replace the tensors."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):

@@ -20,8 +20,8 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule returns NotImplemented for complex matrices, if `check_errors` is True, or if a matrix does not
-    have 1 to `rows` rows and columns at compile time."""
+    """Returns the rule of an op. The rule returns NotImplemented for complex matrices, or if `check_errors` is True. The rule also returns
+    NotImplemented unless each matrix has 1 to `rows` rows and columns at compile time."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -105,8 +105,8 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps
-    fail."""
+    """LU factorisation. Returns L and U in one matrix, and the pivot row of each step, counted from 1. Also returns the source of each row,
+    and which steps fail."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []

@@ -298,7 +298,7 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
 
 
 def write_out(graph: Graph) -> None:
-    """Replaces each op `layer` by a copy of the nodes of the traced layer, or traced derivative, that has the number of the op."""
+    """Replaces each op `layer` by a copy of traced nodes. The traced layer or derivative has the same number as the op."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)

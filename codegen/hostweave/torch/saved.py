@@ -29,8 +29,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor instead of its views if the views together have at least as many elements, or if the tensor is also saved. Saving the
-    views would copy their elements. Returns False if nothing changes."""
+    """Saves a tensor in place of its views. Condition: the views together have at least as many elements, or the tensor is also saved.
+    Saving the views would copy their elements. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):

@@ -105,8 +105,8 @@ def _psi_series(order: int, z: Any, count: int) -> Any:
 
 
 def _k_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(x) K(x). Uses the series up to x = 1, the integral of exp(-x cosh t) cosh(order t) up to x = 25, and the asymptotic
-    expansion for larger x."""
+    """exp(x) K(x). Uses the series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) up to x = 25. For larger x, uses the
+    asymptotic expansion."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)

@@ -105,7 +105,7 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Returns one half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves.
+    """Returns one half of a backward pass, as a graph of the wanted gradients. Also returns the names of the values that this half saves.
 
     If `before` is empty, this is the first half. The first half saves the values that the second half needs. The second half saves nothing.
     It takes the saved values as arguments, and `before` maps their names to types.

@@ -202,8 +202,8 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """A gather that overlaps with nothing uses copy engines if they are faster than NCCL, and if another communication of the program uses
-    them."""
+    """A gather that overlaps with nothing uses copy engines under two conditions. The engines are faster than NCCL, and another
+    communication of the program uses the engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)

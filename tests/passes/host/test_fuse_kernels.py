@@ -496,7 +496,7 @@ def test_numbers_are_compared_by_their_text() -> None:
 
 
 def test_a_wider_dtype_is_not_written() -> None:
-    """If two kernels need a value in f32 that is also stored in 16 bits, each reads the 16 bits and casts them."""
+    """If two kernels need a value in f32 that is also stored in 16 bits, each kernel casts the stored value."""
 
     @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
     def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -531,7 +531,7 @@ def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_of_a_scatter_are_an_index_expression() -> None:
-    """The indices of the rows that a rank has are computed in the kernel of the scatter, so no kernel writes them to memory."""
+    """The kernel of the scatter computes the indices of the rank's rows. No kernel writes these indices to memory."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), table=hw.f32["32@x", 4], ids=hw.i64["T", 1], rows=hw.f32["T", 4])
     def scattered(table: hw.Tensor, ids: hw.Tensor, rows: hw.Tensor) -> hw.Tensor:
