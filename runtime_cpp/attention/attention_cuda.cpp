@@ -65,9 +65,10 @@ bool packs(const AttentionProblem& p) {
 }
 
 // True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
-// only packed problems that `packs` accepts. With a bias, cuDNN supports no window, and only the diagonal from the top left,
-// unless a single row attends to all columns. With lengths, cuDNN supports only diagonals from a corner. If the diagonal starts
-// after the first column and reaches the last column before the last row, cuDNN supports no window and no backward pass.
+// only packed problems that `packs` accepts. With a bias, cuDNN supports no window. With a bias, cuDNN supports only the diagonal
+// from the top left, or a single row that attends to all columns. With lengths, cuDNN supports only diagonals from a corner.
+// cuDNN supports no window and no backward pass if the diagonal starts after the first column and reaches the last column before
+// the last row.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -206,7 +207,8 @@ class Engine {
   std::map<int64_t, Number> numbers;
   std::optional<PackedSequences> packed;
   std::unique_ptr<Descriptor> plan;
-  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>> workspaces;  // per stream, because kernels keep counters in them
+  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>>
+      workspaces;  // one per stream, because kernels keep counters in a workspace
   static constexpr int kMostEngines = 8;
 };
 
@@ -232,9 +234,9 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// Up to two cuDNN plans for a problem, because cuDNN needs a diagonal that starts in a corner of the scores. The plans omit
-// rows that attend to no column. If the last rows attend to all columns, a plan without a mask computes these rows. In a
-// backward pass, the plan without a mask may instead compute the gradients of columns to which all rows attend.
+// Up to two cuDNN plans for a problem. cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows that
+// attend to no column. If the last rows attend to all columns, a plan without a mask computes these rows. In a backward pass, the
+// plan without a mask may instead compute gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row of the part; first column if `add_columns` made the part

@@ -58,7 +58,7 @@ struct Attentions::Plans {
 
   void prepare(const AttentionProblem& problem);
   // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, also keeps the plan until
-  // the program is destroyed, because graphs may use the plan's memory.
+  // the program is destroyed: graphs may use the plan's memory.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;

@@ -111,7 +111,7 @@ std::vector<hw::Shape> prepare(hw::Instance& instance, const std::vector<hw::Sha
   return instance.prepare(inputs, stream_at(stream));
 }
 
-// Keys of the process groups whose channels this module's program still needs, and this rank's index in each.
+// Keys of the process groups whose channels do not exist yet, and this rank's index in each process group.
 std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
   for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
@@ -227,7 +227,7 @@ std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   return {state.made, state.done, state.waiting_seconds};
 }
 
-// State of the rank's streams in the first unfinished call, as runtime/standstill.py reads it.
+// State of the rank's streams in the first unfinished call, in the format of runtime/standstill.py.
 py::dict standstill(hw::Instance& instance) {
   hw::Standstill seen;
   {

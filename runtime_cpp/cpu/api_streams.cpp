@@ -93,8 +93,8 @@ auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// Returns cudaErrorNotReady if the op is not done. Then first lets other threads run, and in seeded mode also streams, so that a
-// polling loop ends.
+// If the op is not done, lets other threads run, and in seeded mode also streams. Then returns cudaErrorNotReady. So a loop that
+// polls the op ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {

@@ -147,7 +147,7 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
 }
 
 // Order in which a launch enqueues the nodes: the order of the capture. In seeded mode, the order is sometimes a random
-// topological order in one queue, because CUDA guarantees only the dependencies of a graph.
+// topological order in one queue. CUDA guarantees only the dependencies of a graph.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());
@@ -242,7 +242,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-// The ops of a launch have the dependencies of the captured calls, and run after the previous launch of the graph.
+// The ops of a launch have the dependencies of the captured calls. They run after the previous launch of the graph.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();

@@ -160,7 +160,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // passes the received data of all ranks to Match::exchange, which reduces them
+    Match match;  // Match::exchange reduces the received data of all ranks
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;

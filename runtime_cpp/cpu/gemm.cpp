@@ -13,7 +13,7 @@
 #include "hostweave_cpu.h"
 #include "machine.h"
 
-// The scipy-openblas32 wheel prefixes its symbols, so that it can coexist with other BLAS libraries.
+// The scipy-openblas32 wheel has a prefix in its symbols, so that a process can also load other BLAS libraries.
 #ifdef HOSTWEAVE_SCIPY_OPENBLAS
 #define HW_BLAS(name) scipy_##name
 #else
@@ -50,7 +50,7 @@ void multiply(const Gemm& g, const Operand& d) {
   }
 }
 
-// OpenBLAS runs on one thread, because each worker makes calls, and OpenBLAS's thread pool serves only one call at a time.
+// Makes OpenBLAS run on one thread. All workers call OpenBLAS, but its thread pool serves only one call at a time.
 void use_one_thread() {
   if (HW_BLAS(openblas_set_num_threads) && HW_BLAS(openblas_get_num_threads) && HW_BLAS(openblas_get_num_threads)() != 1) {
     HW_BLAS(openblas_set_num_threads)(1);
@@ -132,7 +132,7 @@ Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer,
   return {CUDA_R_32F, std::max<std::int64_t>(inner, 1), copy};
 }
 
-// Runs a GEMM of f32 operands. Rounds the result if its type is smaller.
+// Runs a GEMM of f32 operands. Rounds the result if D has a smaller type.
 void run_float(const Gemm& g) {
   if (g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F)) return run_plain<float>(g);
   thread_local Scratch scratch;
@@ -183,7 +183,7 @@ void run_scaled(const Gemm& g) {
   }
 }
 
-// Splits a large D along its longer side into at most one block per idle worker, and one block for the calling thread.
+// Splits a large D along its longer side: at most one block per idle worker, and one for the calling thread.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;

@@ -20,7 +20,7 @@ std::optional<History::Conflict> History::note(const Ranges& ranges, const Acces
   return first;
 }
 
-// Splits the segment that contains `address`. Returns the first segment that begins at this address or after it.
+// Splits the segment that contains `address`. Returns the first segment that begins at or after this address.
 History::Segments::iterator History::split_at(std::uintptr_t address) {
   auto next = segments_.lower_bound(address);
   if (next == segments_.begin()) return next;

@@ -22,7 +22,7 @@ HostThread& this_thread() {
   return owner.thread;
 }
 
-// The machine is never destroyed, because workers and static objects of the program may still use it at exit.
+// The machine is never destroyed, because workers and static objects may still use the machine at exit.
 Machine& Machine::get() {
   static Machine* const machine = new Machine;
   return *machine;
@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // a worker could not start: the other workers must end before they are destroyed
+  } catch (const std::system_error&) {  // a worker could not start: end the other workers before their destructors run
     stop_workers();
     throw;
   }
@@ -337,8 +337,8 @@ void Machine::begin(Stream& stream, Op& op) {
 }
 
 // Records a communication. Returns an earlier communication over another channel, if the two are not ordered. Unordered
-// communications can deadlock: NCCL may start them in different orders on different ranks, and a communication occupies its
-// device while it waits.
+// communications can deadlock: NCCL may start them in different orders on different ranks, and a waiting communication occupies
+// its device.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];
@@ -354,7 +354,7 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   return found;
 }
 
-// Fills outputs with 0xff bytes (NaN in every float type), so that a premature read does not find the results of an earlier call.
+// Fills outputs with 0xff bytes (NaN in every float type). So a premature read does not find results of an earlier call.
 void Machine::poison(const Op& op) {
   for (const Range& range : op.ranges) {
     if (!range.write || range.scratch) continue;

@@ -81,7 +81,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
-// Reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats; null if it is supported.
+// Reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats; null if there is none.
 const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, const Layout& d) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
@@ -240,7 +240,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t prefer
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
-  // Preferences only restrict algorithms; they have no effect here.
+  // Preferences only restrict algorithms, so they have no effect here.
   std::uint64_t wide;
   std::uint32_t narrow;
   return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},

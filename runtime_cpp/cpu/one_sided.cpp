@@ -202,7 +202,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   return windows;
 }
 
-// True if these bytes of a rank are in a window of its process group.
+// True if these bytes are in a window of this rank for its process group.
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
   return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {

@@ -9,7 +9,7 @@ namespace hw {
 
 struct Arena::Memory {
   DeviceMemory current;
-  std::vector<DeviceMemory> of_graphs;  // earlier memory, which graphs may use
+  std::vector<DeviceMemory> of_graphs;  // earlier memory that graphs may use
 };
 
 Arena::Arena() = default;

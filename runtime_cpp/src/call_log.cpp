@@ -50,7 +50,7 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
-  // Milestones at the start and end of a graph that the application launches, and the number of launches that have ended.
+  // For a graph that the application launches: milestones at its start and end, and the number of launches that have ended.
   int begin = Milestones::kNone, end = Milestones::kNone;
   int64_t landed = 0;
 };
@@ -67,7 +67,7 @@ struct LoggedCall {
   bool is_enqueuing = true;
 };
 
-// Computes which ops of a call are done, from the call's milestones and from the order of its streams and events.
+// Computes which ops of a call are done. Uses the milestones of the call, and the order of streams and events.
 class CallSolver {
  public:
   CallSolver(const LoggedOps& log, int64_t times, const Milestones& milestones)
@@ -155,8 +155,8 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs the rest of a line: one transfer per peer if the line has peers, otherwise a collective if it has a channel, otherwise
-  // work if nothing is logged yet.
+  // Logs the rest of a line. If the line has peers, logs one transfer per peer. Otherwise, if it has a channel, logs a
+  // collective. Otherwise, if nothing is logged for the line, logs work.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {

@@ -90,7 +90,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-// Renumbers the moments of these buffers as 0, 1, 2, ..., so that moments of other buffers do not change the placement.
+// Renumbers the moments of these buffers as 0, 1, 2, ... So moments of other buffers do not change the placement.
 void number_moments(std::span<Lifetime> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {

@@ -14,8 +14,8 @@ namespace hw {
 
 namespace {
 
-// Priority of a stream. Streams that only communicate have the highest priority, so that their kernels do not queue behind all
-// tiles of a matmul.
+// Priority of a stream. Streams that only communicate have the highest priority: their kernels must not queue behind all tiles of
+// a matmul.
 int priority_of(const std::string& stream) {
   if (stream != "comm" && stream != "puts" && stream != "arrivals") return 0;
   int least = 0, greatest = 0;

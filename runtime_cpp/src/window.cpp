@@ -62,7 +62,7 @@ int loaded_nccl() {
 #endif
 
 // Before NCCL 2.30.7 a captured wait waits for a fixed count. At the second launch of such a graph, the signals have already
-// reached this count, so the wait ends too early.
+// reached this count. So the wait ends too early.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");

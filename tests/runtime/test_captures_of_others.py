@@ -117,7 +117,7 @@ def test_captures_of_others(ranks: int) -> None:
 
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
 def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
-    """If a capture fails on one rank, the other ranks are informed, the group stays usable, and the next capture works."""
+    """If a capture fails on one rank, the other ranks are informed. The group stays usable, and the next capture works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -151,8 +151,8 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """If a launch by the application does not end, the progress has a waiting time, although the program is not called. The time counts
-    from the first reading of the progress during the launch, even if the progress was never read before."""
+    """If a launch by the application does not end, the progress has a waiting time. The time counts from the first reading of the progress
+    during the launch, even if the progress was never read before."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:

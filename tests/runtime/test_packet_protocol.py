@@ -8,7 +8,7 @@ from collections import deque
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool = False) -> bool:
     """True if, in some order of events, a packet is overwritten before its receiver has read it.
 
-    The kernels of a rank run one after another. A kernel sends a packet to each peer and receives one from each peer, in any order. A
+    The kernels of a rank run one after another. A kernel sends a packet to each peer, and receives a packet from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
     number of its exchange. With `flags`, ranks send blocks without numbers instead of packets. One flag per pair of ranks has the number of
     the last block.

@@ -1,5 +1,5 @@
-"""Ranks that are processes, on both targets. torchrun, mpirun or the test starts them, partly with torch.distributed. Some tests kill a
-rank at a random moment.
+"""Ranks that are processes, on both targets. torchrun, mpirun or the test starts the ranks, partly with torch.distributed. Some tests kill
+a rank at a random moment.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, 
 @pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
 def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
-    """If a rank ends, the other ranks do not wait for `call_timeout`, even if the store was in the process of the rank that ended."""
+    """If a rank ends, the other ranks do not wait for `call_timeout`. This also holds if the store was in the process that ended."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]

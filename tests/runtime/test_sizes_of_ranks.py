@@ -148,7 +148,7 @@ def test_random_sizes(transport: str, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """Sizes that are even for one rank and uneven for the other, so that the ranks would run different variants."""
+    """Sizes that are even for one rank and uneven for the other rank. Without an error, the ranks would run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

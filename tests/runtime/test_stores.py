@@ -136,7 +136,7 @@ def test_a_closed_store_has_no_connection(server: TcpServer) -> None:
 
 
 def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
-    """Only the first process that ends is named, because its end may have caused the end of others."""
+    """Only the first process that ends is named, because its end may have caused the end of other processes."""
     ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
     for rank, store in enumerate(ranks):
         store.on_disconnect("failed", f"rank {rank}".encode())
@@ -343,7 +343,7 @@ def said_to(server: TcpServer, request: bytes) -> bytes:
 
 
 def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
-    """A process that listens on a port of the job receives nothing by which it could authenticate to the job's server."""
+    """A process that listens on a port of the job cannot use received messages to authenticate to the job's server."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1)))

@@ -36,7 +36,7 @@ for fusion in (product, local):
 
     np.testing.assert_array_equal(call(20)[:1], np.full((1, 32), 16.0 * (rank + 1 if fusion is local else 1)))
     number = group.exchange.number
-    for attempt in range(4):  # each time, one rank binds a new array, and the other one the same array; then both call
+    for attempt in range(4):  # one rank binds a new array, and the other rank binds its old array again; then both call
         bound = program.bind(w=w.copy()) if attempt % 2 == rank else program.bind(w=w)
         for _ in range(2):
             bound(np.full((20, 16), rank + 1, np.float32))

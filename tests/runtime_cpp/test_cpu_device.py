@@ -32,7 +32,7 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """Installed library of the CPU device, and the flags to compile and link programs with it."""
+    """Installed library of the CPU device, and the flags to compile and link programs with this library."""
 
     def __init__(self, folder: Path) -> None:
         require_native()
@@ -128,7 +128,7 @@ def test_dropped_wait_is_reported_in_every_run(device: Device, dropped: str, ord
 
 
 def real_include_folders() -> list[Path]:
-    """Folders with the headers of CUDA, NCCL and cuBLASLt, from a toolkit or pip wheels, or [] if any is missing."""
+    """Folders with the headers of CUDA, NCCL and cuBLASLt, from a toolkit or pip wheels. Returns [] if any header is missing."""
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     wheels = [Path(folder) / "nvidia" for folder in sys.path]
     candidates = toolkits + [found for wheel in wheels for pattern in ("*/include", "*/*/include") for found in wheel.glob(pattern)]

@@ -8,7 +8,7 @@ using f32 = float;
 
 constexpr int kBlocks = sizeof(HW_DTYPE) == 2 && HW_HEAD <= 128 ? 2 : 1;  // blocks per multiprocessor
 
-// HW_ATTENTION names the kernels, because nvcc does not export template instances to the files that launch them.
+// HW_ATTENTION names the kernels, because nvcc does not export template instances to other files.
 
 // Each paragraph below is compiled separately.
 

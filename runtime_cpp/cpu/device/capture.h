@@ -37,7 +37,7 @@ struct Capture {
 // Adds a node to the capture of a stream. Returns nullopt if the stream is not being captured.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 
-// Increments `word` when the op is done, or now if it is done already.
+// Increments `word` when the op is done, or now if the op is done already.
 void mark_op(Op& op, std::uint64_t* word);
 
 // Like add_node, for cudaEventRecord and cudaStreamWaitEvent. These nodes define dependencies.
@@ -46,7 +46,7 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
 
 // Returns an error and invalidates the capture if the calling thread's capture mode forbids this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// Returns an error and invalidates the capture if this stream is captured, so that the call cannot query or await the stream.
+// Returns an error and invalidates the capture if this stream is captured. Calls that query or await a stream use this function.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu

@@ -37,7 +37,7 @@ struct Asked {
     if (kind == CommKind::reduce) return to == root;
     return true;
   }
-  // Byte offset in the send buffer of the data for seat `to`, and in the receive buffer of the data from seat `from`.
+  // Byte offsets: of the data for seat `to` in the send buffer, and of the data from seat `from` in the receive buffer.
   std::size_t sent_at(int to) const { return kind == CommKind::reduce_scatter ? to * bytes() : 0; }
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
@@ -103,7 +103,7 @@ struct ProcessGroup {
   std::shared_ptr<SharedGroup> shared;  // null unless ranks are processes
   std::vector<int> devices;             // by rank; -1 until the rank has joined
   int arrived = 0;
-  bool stopped = false;  // true after a failure if ranks may have issued different operations before it
+  bool stopped = false;  // true after a failure, if ranks may have issued different operations before the failure
   // The n-th collectives of all ranks match. The n-th send to a rank matches the rank's n-th recv from the sender.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {

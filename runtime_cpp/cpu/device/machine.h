@@ -149,7 +149,7 @@ class Machine {
   std::optional<Picker> picker;
 
   // Reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation, or another
-  // device owns them. nullopt if the op may access them.
+  // device owns the memory. nullopt if the op may access the bytes.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 
@@ -216,7 +216,7 @@ class Machine {
   std::vector<std::vector<Stream*>> by_device_;  // [device][i], legacy stream first
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
-  // Communications that have begun on each device: the last one per channel and lane (op.h).
+  // The last communication that has begun, by device, channel and lane (see Clock).
   std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;

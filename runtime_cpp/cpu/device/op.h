@@ -47,7 +47,7 @@ struct Range {  // `rows` pieces of `bytes` bytes with stride `pitch`
   std::size_t rows = 1;
   std::size_t pitch = 0;
   bool write = false;
-  bool scratch = false;  // written, but its contents are not used afterwards
+  bool scratch = false;  // written, but nothing uses the contents afterwards
 
   bool empty() const { return bytes == 0 || rows == 0; }
   std::uintptr_t end() const { return empty() ? begin : begin + (rows - 1) * pitch + bytes; }
@@ -73,7 +73,7 @@ struct Place {  // source position of a call; strings are interned, so that repo
   const char* call = nullptr;
 };
 
-// Description of an op for reports. The struct is small, because the access history stores one per range.
+// Description of an op for reports. The struct is small, because the access history stores one OpName per range.
 struct OpName {
   int device = 0;
   int stream = 0;
@@ -160,7 +160,7 @@ struct Event {
   int device = 0;
   bool timed = true;
   OpPtr record;                      // last record; later waits for the event wait for this op
-  std::shared_ptr<Capture> capture;  // capture of its last record, if the record was captured
+  std::shared_ptr<Capture> capture;  // capture of the last record, if that record was captured
   std::size_t node = 0;              // node of that record
 };
 

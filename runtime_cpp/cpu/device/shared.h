@@ -1,7 +1,7 @@
 // Communicators over shared memory, for ranks that are processes of one host.
 //
-// The memory is an anonymous file. Other processes open it by process id and file descriptor. The OS frees the memory when the
-// last process ends.
+// The memory is an anonymous file. Other processes open the file by process id and file descriptor. The OS frees the memory when
+// the last process ends.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -89,8 +89,8 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Copies the next parts of the pieces, by copy(ring position, data, bytes). Adds the copied bytes to `count`, which may not
-  // exceed `end`. Returns true if it has copied bytes.
+  // Copies the next parts of the pieces, by copy(ring position, data, bytes). Adds the copied bytes to `count`, up to `end`.
+  // Returns true if it copied any bytes.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);

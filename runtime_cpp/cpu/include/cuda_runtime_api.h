@@ -1,5 +1,5 @@
-// The part of the CUDA runtime API that Hostweave's programs use, as implemented by the CPU device. Names, values and
-// signatures are CUDA's own, so that an object compiled against the real headers links with the CPU device as well.
+// The part of the CUDA runtime API that Hostweave's programs use, as implemented by the CPU device. Names, values and signatures
+// are CUDA's own. So an object compiled against the real headers also links with the CPU device.
 #pragma once
 #include <stddef.h>
 

@@ -65,8 +65,8 @@ void hw_cpu_fail_call(const char* call, int nth);
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
-// Report of the failure that stopped all ranks. If there is none, this thread's last error, or "". Valid until this thread
-// calls the function again.
+// Report of the failure that stopped all ranks. If there was no such failure, this thread's last error, or "". Valid until this
+// thread calls the function again.
 const char* hw_cpu_last_report(void);
 // 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
@@ -85,8 +85,9 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// For tests of tuning: hw_cpu_set_algorithms makes the heuristic return `count` algorithms. All compute the same result; later
-// ones are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the last hw_cpu_set_algorithms.
+// For tests of tuning: hw_cpu_set_algorithms makes the heuristic return `count` algorithms. All algorithms compute the same
+// result; later algorithms are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the last
+// hw_cpu_set_algorithms.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 

@@ -6,7 +6,7 @@
 
 namespace hw::target {
 
-// Finds the signals of a new communicator, so that `abort` can set them. The device of the communicator must be current.
+// Finds the signals of a new communicator, so that `abort` can set the signals. The device of the communicator must be current.
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group);
 
 }  // namespace hw::target

@@ -14,7 +14,7 @@
 namespace hw {
 namespace {
 
-// Empty arrays get memory too, because they need an address.
+// Empty arrays get memory too, because every array needs an address.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
 // Enables direct copies from the GPU `peer` if the machine supports them; other copies pass through host memory.
@@ -68,7 +68,7 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 //
 // All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
 // GPUs. A rank's copy for call 2 waits for call 1 of that rank. If that copy is queued before another rank's copy for call 1,
-// call 1 never starts on the other rank, and the collectives of call 1 never end. After the fetch, each GPU is used only by its
+// call 1 never starts on the other rank. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its
 // rank. All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
 // deadlock.
 void StagedCalls::fetch(size_t call) {
@@ -88,8 +88,8 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// Device address of each array: its own address if the array is on this device and sufficiently aligned, otherwise memory of
-// `staging`.
+// Device addresses for arrays. If an array is on this device and sufficiently aligned, the address is its own; otherwise, memory
+// of `staging`.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
   std::vector<void*> placed;

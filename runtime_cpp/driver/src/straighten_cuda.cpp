@@ -141,7 +141,7 @@ class Straightening {
     return false;
   }
 
-  // Adds an event once, even if several nodes await or record it, because the edges of the graph order these nodes.
+  // Adds an event only once, because the edges of the graph order the nodes that await or record the event.
   static void add(cudaEvent_t event, std::vector<cudaEvent_t>& events) {
     if (std::ranges::find(events, event) == events.end()) events.push_back(event);
   }
@@ -167,7 +167,7 @@ class Straightening {
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
 // NCCL adds nodes that await and record its events, so that launches are ordered with NCCL calls outside of graphs. The order
-// stays the same if each launch awaits these events before the whole graph, and records them after the whole graph.
+// stays the same if each launch awaits these events before the graph, and records them after the graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

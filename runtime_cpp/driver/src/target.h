@@ -1,4 +1,4 @@
-// Target-specific operations; target_cpu.cpp or target_cuda.cpp implements them.
+// Target-specific operations, implemented by target_cpu.cpp or target_cuda.cpp.
 #pragma once
 #include <nccl.h>
 
@@ -43,11 +43,12 @@ extern const bool kCopiesBlock;
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Collective in the process group: creates its communicator. Call it with the device current. Throws ExecutionError if some ranks
-// do not join in time, or if `aborted` becomes true.
+// Collective in the process group: creates its communicator. Call this function with the device current. Throws ExecutionError if
+// some ranks do not join in time, or if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
-// Aborts communicators; call it with their device current. Ends the waits of streams for their peers, even for exited peers.
+// Aborts communicators. Call this function with their device current. Ends the waits of streams for their peers, even for exited
+// peers.
 void abort(const std::vector<ncclComm_t>& comms);
 // Called at the end of a call. On the CPU target, waits for the device. On CUDA, does nothing.
 void finish();

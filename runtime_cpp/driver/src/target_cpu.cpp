@@ -51,7 +51,7 @@ Attached::~Attached() { hw_cpu_detach(); }
 
 void meet(int ranks) { check(hw_cpu_barrier(ranks)); }
 
-// Waits for all streams, so that work that a program left unjoined is reported in this round.
+// Waits for all streams. So errors of work that a program did not join are reported in this round.
 bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;

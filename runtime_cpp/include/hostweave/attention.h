@@ -22,7 +22,7 @@ struct AttentionOptions {
   bool causal = false;                        // a row attends to columns up to the diagonal
   int64_t window = 0;                         // a row attends only to the last `window` of these columns; 0: to all
   bool has_lse = false;                       // also returns the log-sum-exp of each row of scores
-  bool has_lengths = false;                   // each batch element has a length: the number of its columns that are valid
+  bool has_lengths = false;                   // each batch element has a length: the number of its valid columns
   bool from_end = false;                      // the number of valid columns is added to the diagonal
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to columns of its sequence
@@ -41,7 +41,8 @@ struct Beside {
   void* bias_gradient = nullptr;
 };
 
-// Shapes of optional operands. The bias broadcasts to the scores, except along its last dim, which is contiguous.
+// Shapes of optional operands. The bias broadcasts to the scores, except along its last dim. The last dim of the bias is
+// contiguous.
 struct BesideShapes {
   std::optional<Strided> bias = {};
   int64_t sequences = 0;
@@ -63,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Unless `blind_zeros` is set, also throws if
-  // there are no columns, or if there are no lengths and a row attends to no column.
+  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Also throws if there are no columns, or if
+  // there are no lengths and a row attends to no column. With `blind_zeros`, only the first sentence applies.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 
@@ -72,7 +73,7 @@ class AttentionPlan : Attentions {
   cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 };
 
-// Gradients of q, k, v and optionally the bias, from the gradient of o and the results of the forward pass.
+// Gradients of q, k, v and optionally the bias. Inputs are the gradient of o, and the operands and results of the forward pass.
 class AttentionBackwardPlan : Attentions {
  public:
   using Attentions::Attentions;

@@ -91,7 +91,7 @@ struct Sight {
     const Span own = sequence(row);
     return {most(begin, own.begin), least(end, own.end)};
   }
-  // A range that contains every row that attends to one of the columns `first` to `last`.
+  // A range that contains all rows that attend to any of the columns `first` to `last`.
   HW_DEVICE Span rows_of(int64_t first, int64_t last) const {
     const int64_t begin = causal ? not_negative(first - diagonal) : 0;
     const int64_t end = window ? least(rows, last - diagonal + window) : rows;

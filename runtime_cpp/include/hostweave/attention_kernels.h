@@ -41,8 +41,8 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
   }
 }
 
-// Tile of rows that a thread block owns. The last tile of a head comes first, because it has the most columns if the attention is
-// causal.
+// Tile of rows that a thread block owns. The last tile of a head comes first, because in causal attention the last tile has the
+// most columns.
 struct Place {
   int64_t batch, head, first, of_lse;
 
@@ -239,7 +239,7 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
 }
 
-// Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores to which the tile is added.
+// Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores that contain this tile.
 template <class T>
 __device__ void differentiate_bias(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;

@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
-// HW_CHECK adds its line to the log. Before that, the stream, events and channel in the line add themselves to the log, when they
-// are evaluated as arguments. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a
-// capture without milestones. The milestones and the order of streams and events determine which lines have finished.
+// HW_CHECK adds its line to the log. Before that, the arguments in the line are evaluated: its stream, events and channel add
+// themselves to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture
+// without milestones. The milestones and the order of streams and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -38,7 +38,8 @@ class CallLog {
 
   // Begins a call. All work that is enqueued until `end_call` belongs to the call.
   void begin_call();
-  // Ends the call. All its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError if CUDA fails.
+  // Ends the call. All work of the call is on `caller`, or on streams that `caller` waits for. Throws ExecutionError if CUDA
+  // fails.
   void end_call(cudaStream_t caller);
   // Declares that the call launches a graph of these ops.
   void launches(LoggedOps* ops);
@@ -58,7 +59,7 @@ class CallLog {
   // ExecutionError if CUDA fails.
   void begins_launch();
   void ends_launch();
-  // Returns the ops of the last capture. A Graph calls `forget` when it is destroyed.
+  // Returns the ops of the last capture. The destructor of Graph calls `forget`.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 

@@ -1,5 +1,5 @@
 // Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
-// equal, otherwise a group with one call per shard that is not empty. all_to_all always sends and receives blocks. Calls of all
+// equal. Otherwise they are a group with one call per non-empty shard. all_to_all always sends and receives blocks. Calls of all
 // ranks match, because each rank knows all sizes.
 #pragma once
 #include <nccl.h>
@@ -52,7 +52,8 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call this function inside an NCCL group. It posts its sends and its receives in two inner groups, which must progress together.
+// Call this function inside an NCCL group. It posts sends and receives in two inner groups, and both groups must progress
+// together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// 8-bit float types. They are in a separate header, because cuda_fp8.h compiles slowly.
+// 8-bit float types. This header is separate, because cuda_fp8.h compiles slowly.
 #pragma once
 #include <cuda_fp8.h>
 

@@ -32,14 +32,14 @@ __device__ inline uint4 stream_in(const void* from, bool exists) {
   return v;
 }
 
-// Prefetches to L2. L2 is coherent with global memory, so this is safe even before another kernel writes to the address.
+// Prefetches to L2. L2 is coherent with global memory. So a prefetch is safe even before another kernel writes to the address.
 __device__ inline void prefetch(const void* from, bool exists) {
   if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 __device__ inline unsigned word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Adds the product of 16 columns of weights (transposed) and 8 rows of x over 16 terms, on a tensor core.
+// On a tensor core, adds the product of 16 columns of weights and 8 rows of x, over 16 terms.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, bf16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
@@ -241,8 +241,8 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums over a block of 128 terms by the scales of the block, and adds the products to the total. `first` is the
-// first column of the sums.
+// Multiplies the sums of a block of 128 terms by the block's scales. Adds the products to the total. `first` is the first column
+// of the sums.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
@@ -346,7 +346,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
     }
     end(int64_t{row}, first + column, sums);
   }
-  if (blocks > 1) Cluster::meet();  // keep shared memory alive until all blocks have read it
+  if (blocks > 1) Cluster::meet();  // keep shared memory alive until all blocks have read from it
 }
 
 #else

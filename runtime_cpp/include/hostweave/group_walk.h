@@ -41,8 +41,8 @@ __device__ inline void set_place(int place, int down, int across, int& row, int&
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory. If each block processes few tiles, tiles that are at most half full come last,
-// because small tiles balance the load.
+// because larger results do not fit in memory. If each thread block processes few tiles, tiles that are at most half full come
+// last, to balance the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)

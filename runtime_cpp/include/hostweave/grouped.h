@@ -25,9 +25,9 @@ class GroupedPlan {
  public:
   GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}
 
-  // With `other` [E, K, N], each group of rows of x [T, K] is multiplied by its matrix: result [T, N]. Rows without a group are
-  // zeros. With `other` [T, N], the transposed rows of x are multiplied by the rows of `other`: result [E, K, N]. The results of
-  // empty groups are zeros. Throws ExecutionError if no kernel supports the layouts.
+  // With `other` [E, K, N], each group of rows of x [T, K] is multiplied by one of the E matrices: result [T, N]. Rows without a
+  // group are zeros. With `other` [T, N], the transposed rows of x are multiplied by the rows of `other`: result [E, K, N]. The
+  // results of empty groups are zeros. Throws ExecutionError if no kernel supports the layouts.
   void prepare(const Strided& x, const Strided& other, const Strided& result);
 
   // Uses the shapes of the last prepare.

@@ -6,7 +6,7 @@ namespace hw {
 
 constexpr int kGroupedThreads = 256;
 
-// Products on Hopper: a warp of the first warpgroup copies tiles, and two warpgroups multiply them.
+// Products on Hopper: a warp of the first warpgroup copies tiles, and two other warpgroups multiply the tiles.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
 constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // size of a tile
 constexpr int kWarpgroupStages = 4;
@@ -67,8 +67,8 @@ struct SharedTile {
     }
   }
 
-  // Loads four 8 x 8 matrices. Thread i of a warp passes the position of row i % 8 of matrix i / 8, and gets two elements of each
-  // matrix.
+  // Loads four 8 x 8 matrices. Thread i of a warp passes the position of row i % 8 of matrix i / 8. Each thread gets two elements
+  // of each matrix.
   __device__ void load(unsigned (&to)[4], int row, int place) const {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

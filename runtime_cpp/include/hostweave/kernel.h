@@ -182,8 +182,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Loops over 0..n. over_grid distributes the indices over the threads of the grid, over_blocks over the blocks, and
-// over_threads over the threads of a block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are
+// Loops over 0..n. over_grid distributes the indices over the threads of the grid. over_blocks distributes them over the blocks,
+// and over_threads over the threads of a block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are
 // coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {

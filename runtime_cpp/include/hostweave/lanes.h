@@ -278,7 +278,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
-  if (is_one_warp(group, index.first)) {  // each thread loads one index, and the warp shares them
+  if (is_one_warp(group, index.first)) {  // each thread loads one index, and the warp shares the indices
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
       const int64_t place = i < index.length ? index[i] - rows.first : -1;

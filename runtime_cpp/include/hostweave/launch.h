@@ -28,8 +28,8 @@
 
 namespace hw {
 
-// hw::launch reads only blocks and threads. hw::launch_pdl reads all members; if at_once is set, it ignores cluster, shared and
-// resident.
+// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but ignores cluster, shared and resident if at_once
+// is set.
 struct Grid {
   int64_t blocks;
   int threads;            // per block
@@ -43,7 +43,7 @@ constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a gri
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
-// The whole grid sorts each row if row length / number of rows is at least this number, and rows are sorted completely.
+// The whole grid sorts each row if (row length) / (number of rows) has at least this value, and rows are sorted completely.
 constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
@@ -85,8 +85,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 }
 
 // Grid of a kernel that finds the first `first` elements of each row of n elements in sorted order. A cluster sorts a row. A
-// cluster has one block per kSorted elements, but at most kMostBlocks, and fewer if not all clusters could run at once. If rows
-// are few and long, and are sorted completely, the whole grid sorts one row after another.
+// cluster has one block per kSorted elements, but at most kMostBlocks. It has fewer blocks if otherwise not all clusters could
+// run at once. If rows are few and long, and are sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -106,8 +106,8 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns. The cluster size is the largest for which each block has
-// enough terms to sum and all blocks run at once, or 1. Clusters of more than two blocks cannot fill every GPC, so fewer blocks
+// Matmuls with few rows: one cluster per kProductColumns columns. A cluster is as large as possible, but each block must have
+// enough terms to sum, and all blocks must run at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks
 // run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
@@ -221,7 +221,7 @@ cudaError_t load(void (*)(Params...)) {
 
 #else
 
-// Loads a kernel on the current device. Call it before any rank runs: lazy loading during an NCCL kernel can deadlock.
+// Loads a kernel on the current device. Call this function before any rank runs: lazy loading during an NCCL kernel can deadlock.
 template <class... Params>
 cudaError_t load(void (*kernel)(Params...)) {
 #ifdef HOSTWEAVE_JIT

@@ -125,7 +125,7 @@ HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// Integer division. floor_divide rounds down, the result of fmod has the sign of the dividend, and the result of remainder has
+// Integer division. floor_divide rounds down. The result of fmod has the sign of the dividend, and the result of remainder has
 // the sign of the divisor. All three return 0 for divisor 0. The code tests `< 1` instead of `< 0`, because compilers warn about
 // `< 0` for unsigned types.
 template <class A, class B>

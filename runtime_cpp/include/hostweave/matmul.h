@@ -10,7 +10,7 @@
 #include "hostweave/tensor.h"
 
 #if defined(CUBLAS_VERSION) && CUBLAS_VERSION < 120800
-enum { CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0 };  // cuBLASLt before 12.8 has only this mode, and no name for it
+enum { CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0 };  // cuBLASLt before 12.8 has only this mode, without a name
 #endif
 
 namespace hw {

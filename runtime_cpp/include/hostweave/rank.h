@@ -14,7 +14,7 @@ namespace hw {
 
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per stream
 
-// A stream, and the cuBLASLt workspace of its matmuls.
+// A stream, and the cuBLASLt workspace for matmuls on the stream.
 struct Stream {
   cudaStream_t handle = nullptr;
   void* workspace = nullptr;
@@ -47,7 +47,8 @@ class Rank {
   // Returns *this. Throws ExecutionError if the world has another size.
   Rank& expect_world(int64_t size);
 
-  // The key of a channel is the mesh ("mesh(dp=2, tp=4)"), the axes of the process group ("tp", or "dp, tp") and the transport.
+  // The key of a channel has three parts: the mesh ("mesh(dp=2, tp=4)"), the axes of the process group ("dp, tp"), and the
+  // transport.
   void add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport = Transport::two_sided);
   bool has_channel(const char* mesh, const char* axes, Transport transport = Transport::two_sided) const;
   // Throws ExecutionError if there is no such channel, or if its process group has another size.
@@ -60,8 +61,8 @@ class Rank {
   cublasLtHandle_t blas();  // made on first use
   // Handle of a library that only some programs use; null until a program sets it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals", which
-  // only communicate, have the highest priority.
+  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals" only
+  // communicate. They have the highest priority.
   Stream stream(const char* name, int i);
 
   // True if new matmul plans measure algorithms and select the fastest.

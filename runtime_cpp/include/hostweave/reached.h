@@ -1,8 +1,8 @@
 // GPU memory that other ranks of this host access. Threads of one process use the same address. Processes open an IPC handle.
 //
 // If all ranks are threads of one process, the virtual memory API allocates the memory. Peer access is not enabled. With peer
-// access, each cudaMalloc and cudaFree would wait for all work on all GPUs, even for work that waits for a signal of the thread
-// that makes the call.
+// access, each cudaMalloc and cudaFree would wait for all work on all GPUs. This work may wait for a signal of the thread that
+// makes the call.
 #pragma once
 #include <cuda_runtime_api.h>
 

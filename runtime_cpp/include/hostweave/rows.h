@@ -1,5 +1,5 @@
-// Distributions of a reduced row over threads: hw::Row for known lengths, hw::RowUpTo for rows of unknown length that threads can
-// hold in registers, and hw::LongRow for longer rows.
+// Distributions of a reduced row over threads. hw::Row has a known length. hw::RowUpTo has an unknown length, and threads can
+// hold it in registers. hw::LongRow may be longer.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/kernel.h"
@@ -101,7 +101,7 @@ struct ThreadGroup {
   }
 };
 #if __CUDA_ARCH__ >= 900
-// The blocks of a cluster. They share a row.
+// Blocks of a cluster that share a row.
 template <int kThreads, int kBlocks>
   requires(kBlocks > 1)
 struct ThreadGroup<kThreads, kBlocks> {
@@ -175,7 +175,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
   }
 };
 
-// A row of unknown length that its block can hold in registers.
+// A row of unknown length that a block can hold in registers.
 template <int kNeighbours>
 struct RowUpTo : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;

@@ -183,8 +183,8 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. A round moves indices whose destination has
-// been read in an earlier round. One block moves the last few indices.
+// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. A round moves indices to memory that
+// earlier rounds have read. One block moves the last few indices.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {

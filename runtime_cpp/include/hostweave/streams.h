@@ -1,5 +1,4 @@
-// Streams and events of a program. Parts that compile slowly are in the library, because they would slow down the build of each
-// program.
+// Streams and events of a program. Parts that compile slowly are in the library, to keep builds of programs fast.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -68,15 +67,16 @@ class Events {
 class CallOrder {
  public:
   // `begin_call` and `end_call` enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and
-  // `end_call` records the end of this call. In a capture, the wait and the record become nodes of the graph, so that its
-  // launches are ordered with calls. While an OfKernels exists, a capture gets no such nodes.
+  // `end_call` records the end of this call. In a capture, the wait and the record become nodes of the graph. So launches of the
+  // graph are ordered with calls. While an OfKernels exists, a capture gets no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
   // RAII: this thread captures calls without the nodes of `begin_call` and `end_call`. Such a graph must be launched between
-  // `begin_call` and `end_call`. Such a graph can be a chain of kernels, and a chain launches nearly as fast as one kernel.
+  // `begin_call` and `end_call`. A graph without these nodes can be a chain of kernels, and a chain launches nearly as fast as
+  // one kernel.
   class OfKernels {
    public:
     OfKernels();

@@ -73,7 +73,7 @@ void expect_room(const char* difference, int64_t size);
 // Throws ArgumentError if a reduction over this size would have no elements.
 void expect_elements(const char* reduction, const char* size_name, int64_t size);
 
-// Throws ExecutionError if a program is run with sizes that it was not prepared for.
+// Throws ExecutionError if a program is run with sizes for which it was not prepared.
 void expect_prepared(bool prepared);
 
 }  // namespace hw

@@ -2,10 +2,10 @@
 // the result like an array, by hw::load(terms + i) and terms[i]. Sums add the terms of the ranks in rank order, so all ranks
 // round equally.
 //
-// With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has four bytes of
-// data, the number of the exchange, four more bytes of data, and the number again. A reader detects arrival from the packet
-// itself, without a separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks
-// in the memory of the peers, and then sets flags to the number of the exchange.
+// With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
+// data. The number of the exchange follows the first four bytes and the last four bytes. A reader detects arrival from the packet
+// itself, without a separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in
+// the memory of the peers. Then it sets flags to the number of the exchange.
 //
 // Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. Before a rank
 // writes to a slot again, it has received data from every peer through the other slot. A peer sends these data after its kernel
@@ -136,7 +136,7 @@ struct Terms {
     griddep_launch();
   }
 
-  // Loads the packets of the other ranks, even if they have not arrived yet. Does not change packets[exchange.rank].
+  // Loads the packets of the other ranks. Some of these packets may not have arrived yet. Does not change packets[exchange.rank].
   template <int kMany>
   HW_DEVICE void look(int64_t from, Packet (&packets)[kRanks][kMany]) const {
 #pragma unroll

@@ -6,8 +6,8 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i, in the type
-// of the result or of the computation. All threads of the grid must call this function, in blocks of kThreads.
+// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i. Their type is
+// T or the type of the computation. All threads of the grid must call this function, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   using Word = decltype([] {

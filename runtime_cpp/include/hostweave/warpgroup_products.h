@@ -218,7 +218,7 @@ class WarpgroupProducts {
     return ((kOuter ? tile.rows.count() : p_.depth) + kDepth - 1) / kDepth;
   }
 
-  // Marks a stage as read by this warp, so that it can be filled again.
+  // Marks a stage as read by this warp, so that the stage can be filled again.
   __device__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) empty(stage).arrive();
   }
@@ -259,7 +259,7 @@ class WarpgroupProducts {
     return before;
   }
 
-  // Waits for the stages of a tile in which this warpgroup has no rows, and releases them.
+  // Waits for the stages of a tile without rows of this warpgroup, and releases the stages.
   __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
     for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
       filled(at.stage()).wait(at.parity());

@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// View of an array in the table. std::span instead of this class would double the compile time of a binding.
+// View of an array in the table. With std::span instead, a binding would take twice as long to compile.
 template <class T>
 class List {
  public:

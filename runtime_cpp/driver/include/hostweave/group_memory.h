@@ -16,8 +16,8 @@ class GroupMemory {
   // each other's memory, or "". All ranks return the same reason.
   static std::string connect(Member& member, const ncclUniqueId& id, double timeout_seconds);
 
-  // Collective: allocates memory and shares it. All ranks pass the same size. Call `connect` before. The member must outlive this
-  // object.
+  // Collective: allocates memory that the other ranks can access. All ranks pass the same size. Call `connect` before. The member
+  // must outlive this object.
   GroupMemory(Member& member, size_t bytes);
   // Waits for the device, and frees the memory. After a failure of the group, frees nothing, because a stream may wait for a peer
   // forever.

@@ -21,7 +21,7 @@
 
 namespace hw {
 
-// True if a stream is being captured, or its capture was invalidated by a failed call. Throws CaptureError for the default stream
+// True if a stream is being captured, or a failed call has invalidated its capture. Throws CaptureError for the default stream
 // while another stream is captured.
 bool is_captured(cudaStream_t stream);
 
@@ -68,8 +68,8 @@ class Progress {
 // A call as a CUDA graph. The member must outlive this object. An abort of the member destroys the CUDA graph.
 class Graph {
  public:
-  // Takes ownership of a captured graph, and uploads it. Without this upload, the first launch would upload the graph, perhaps
-  // behind work that waits for other ranks. The stream must be idle.
+  // Takes ownership of a captured graph, and uploads the graph. Without this upload, the first launch would upload the graph,
+  // perhaps behind work that waits for other ranks. The stream must be idle.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;

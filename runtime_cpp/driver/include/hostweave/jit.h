@@ -1,5 +1,5 @@
-// Kernels compiled by NVRTC (HOSTWEAVE_JIT) instead of nvcc. In program.cpp the symbol of such a kernel is not a function but a
-// JitKernel, which holds the handle for CUDA launches.
+// Kernels compiled by NVRTC (HOSTWEAVE_JIT) instead of nvcc. In program.cpp, the symbol of such a kernel is a JitKernel instead
+// of a function. The JitKernel holds the handle for CUDA launches.
 #pragma once
 #include <cuda_runtime_api.h>
 

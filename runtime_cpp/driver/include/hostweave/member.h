@@ -60,7 +60,7 @@ class Member {
   // Collective: creates the missing channels of the program. `ids` has an id for each missing process group, by
   // ProcessGroup::key. Throws ExecutionError if other ranks do not join in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
-  // Collective in one process group: creates its channel. Call it during a Use.
+  // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators of the application as channels. A key is the name of a process group: its axes, preceded by its mesh if
   // this is not the program's mesh. Throws ArgumentError if a communicator is missing, or has another rank, size or device than
@@ -87,7 +87,7 @@ class Member {
   void synchronize(cudaStream_t stream) const;
 
   // Leases the devices for the ranks of the group in this process. Returns null after a timeout. Throws ExecutionError if there
-  // are too few devices, or if they do not support the schedule.
+  // are too few devices, or if the devices do not support the schedule.
   std::unique_ptr<DeviceLease> lease(const Schedule& schedule, double seconds) const;
 
   // Throws ExecutionError after an abort.
@@ -114,7 +114,7 @@ class Member {
   template <class Communicator>
   void add_channel(const ProcessGroup& of, Communicator&& communicator);
   void destroy_graphs();
-  // Throws ExecutionError if the ranks were stopped, perhaps before this rank began. Call it while the lease is held.
+  // Throws ExecutionError if the ranks were stopped, perhaps before this rank began. Call this function while the lease is held.
   void expect_not_stopped() const;
 
   Schedule with_processes(Schedule schedule) const {

@@ -37,8 +37,8 @@ class StagedCalls {
   // Allocates memory for these calls. Their arrays must have the prepared shapes. Copies inputs from GPUs of other ranks. All
   // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Enqueues all calls, and then waits for them. Inputs and outputs are copied on the stream of the calls. With `poison`, that
-  // stream first fills outputs and temporaries with NaN.
+  // Enqueues all calls, and then waits until the calls are done. Inputs and outputs are copied on the stream of the calls. With
+  // `poison`, that stream first fills outputs and temporaries with NaN.
   void run(const Schedule& schedule, bool poison);
   // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
   // together. The times exclude copies of arrays.
@@ -62,7 +62,7 @@ class StagedCalls {
   Table nothing_bound_;
   int device_;
   cudaStream_t caller_ = nullptr;
-  std::vector<DeviceMemory> inputs_, outputs_;      // memory for copies of arrays; all calls share it
+  std::vector<DeviceMemory> inputs_, outputs_;      // memory for copies of arrays, shared by all calls
   std::vector<std::vector<DeviceMemory>> fetched_;  // [call][input]
   std::vector<Call> calls_;
   std::vector<Placed> placed_;

@@ -30,7 +30,7 @@ struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
-// Loads the kernels of `straighten` on the current device. Call it before any rank runs.
+// Loads the kernels of `straighten` on the current device. Call this function before any rank runs.
 void prepare_to_straighten();
 // Replaces a captured graph by an optimised graph. Each launch of the optimised graph must await and record the returned events.
 // If a graph cannot be optimised, leaves the graph unchanged. `idle` is an idle stream for a capture.

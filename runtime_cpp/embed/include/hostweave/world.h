@@ -29,8 +29,8 @@ class World {
 
   Rank& rank() { return rank_; }
 
-  // Collective: makes a channel of the rank, unless it exists. Ranks with the same `color` form a process group of `size` ranks,
-  // ordered by `rank_in_group`. A rank with color kNone is in no group.
+  // Collective: makes a channel of the rank, unless the channel exists. Ranks with the same `color` form a process group of
+  // `size` ranks, ordered by `rank_in_group`. A rank with color kNone is in no group.
   static constexpr int kNone = -1;
   void join(const char* mesh, const char* axes, Transport transport, int color, int rank_in_group, int64_t size);
 
