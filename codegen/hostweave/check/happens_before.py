@@ -53,7 +53,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Order:
-    """The tasks of all ranks, and the current clock of each stream, which `run` advances."""
+    """The tasks of all ranks, and the current clock of each stream. `run` advances the clocks."""
 
     instances: Instances
     tasks: list[Task]

@@ -155,9 +155,9 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunications]) -> None:
     """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue.
 
-    A wait for a signal blocks a hardware queue, which executes in the order of issue. Several streams may share a queue, or there may be
-    only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only after the
-    receiver has waited for the previous signal.
+    A wait for a signal blocks a hardware queue, because a queue executes in the order of issue. Several streams may share a queue, or there
+    may be only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only
+    after the receiver has waited for the previous signal.
     """
     signals = [matched for matched in matches if matched.is_signal]
     if not signals:

@@ -1,4 +1,4 @@
-"""Packs buffers for communication, which needs contiguous memory with one block per rank."""
+"""Packs buffers, because communication needs contiguous memory with one block per rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

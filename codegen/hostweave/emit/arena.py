@@ -16,7 +16,7 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(steps: MemoryEvents) -> bool:
-    """True if the plan of a body contains plans of called functions, which take the sizes as an argument."""
+    """True if the plan of a body contains plans of called functions. These plans take the sizes as an argument."""
     return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 

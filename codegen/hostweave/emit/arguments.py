@@ -97,8 +97,8 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
-    """Checks of inputs or outputs. A loop checks the tensors of parameter groups. The first tensor of a group that binds sizes is also
-    checked before the loop."""
+    """Checks of inputs or outputs. A loop checks the tensors of parameter groups. If a group binds sizes, its first tensor is also checked
+    before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)

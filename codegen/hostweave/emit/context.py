@@ -74,7 +74,7 @@ class Temporary:
 
 
 class ProgramContext:
-    """Members and names of the program's C++ class, which are collected while the bodies are emitted."""
+    """Members and names of the program's C++ class, collected while the bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine

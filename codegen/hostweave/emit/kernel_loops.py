@@ -18,7 +18,7 @@ from hostweave.types.size import Factor, Size, product
 
 @dataclass(frozen=True)
 class Templates:
-    """C++ templates of a distribution, which assigns iterations to threads. `LoopPrinter.text` fills in the placeholders."""
+    """C++ templates of a distribution of iterations over threads. `LoopPrinter.text` fills in the placeholders."""
 
     loop: str  # head of the loop over the kept dims
     grid: str  # grid of the launch

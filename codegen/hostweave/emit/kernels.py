@@ -102,7 +102,7 @@ class KernelEmitter(KernelFacts):
         return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(access))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> EmittedKernel:
-        """Emits the loop nests over the reduced dims, and stores of the results that have only kept dims."""
+        """Emits the loop nests over the reduced dims. Also emits the stores of results that have only kept dims."""
         walks = self.ir.walks
         nests = [self.nest(walk, is_last=walk is walks[-1]) for walk in walks if walk.reductions]
         inside = self.section()

@@ -29,8 +29,8 @@ class Lane(str):
 class Section:
     """Statements of one scope. A value is computed at the first use, or outside of loops that do not change the value.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
-    the section outside of this loop, to which statements are hoisted.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. Statements
+    are hoisted to `around`, the section outside of this loop.
     """
 
     def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):

@@ -118,7 +118,7 @@ class Instruction:
 
     @property
     def ranks(self) -> Mesh | None:
-        """Mesh of an `on` body, which only its ranks execute. None for other instructions."""
+        """Mesh of an `on` body. Only the ranks of this mesh execute the body. None for other instructions."""
         return None
 
     @property

@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads, which hold rows in registers. A row is held if several walks (loop nests) use the row, or if threads can
-load the row before a reduction that precedes its use.
+"""Splits rows evenly over threads. The threads hold rows in registers. A row is held if several walks (loop nests) use the row, or if
+threads can load the row before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -113,7 +113,7 @@ def _operands(op: Op) -> tuple[str, ...]:
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """Splits each row over threads, which hold the rows of `held`, if that is possible."""
+    """Splits each row over threads, if that is possible. The threads hold the rows of `held`."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS

@@ -247,7 +247,7 @@ def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest number of elements of a block that kernels should exchange without a collective, or 0."""
+    """Largest block, in elements, that kernels should exchange without a collective, or 0."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize

@@ -194,7 +194,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory, which requires sizes that divide evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory. Peer memory requires sizes that divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 

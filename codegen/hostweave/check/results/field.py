@@ -54,7 +54,7 @@ _scratch = threading.local()
 
 
 def _scratch_like(x: Elements) -> Elements:
-    """Memory for an intermediate result, which the next call reuses, because allocation takes longer than the arithmetic."""
+    """Memory for an intermediate result. The next call reuses the memory, because allocation takes longer than the arithmetic."""
     if getattr(_scratch, "size", 0) < x.size:
         _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
     memory: Elements = _scratch.memory[: x.size].reshape(x.shape)

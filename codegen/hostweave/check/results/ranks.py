@@ -288,7 +288,7 @@ def _has_equal_layout(one: Access, other: Access) -> bool:
 
 
 def _sizes_read(op: Op) -> list[Size]:
-    """Sizes that the function of an op reads, except the offset of an iota, which may differ between the lanes."""
+    """Sizes that the function of an op reads, except the offset of an iota, because this offset may differ between the lanes."""
     shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
     return [*shape, *(value for _, value in op.attributes if isinstance(value, Size) and value is not _offset(op))]
 

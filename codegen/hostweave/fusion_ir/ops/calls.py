@@ -62,7 +62,7 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
+    """Type of the first result of a repeat. A repeat calls a function `depth` times. With `backward`, call 0 is the last one.
 
     For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
     gets a replacement from the end of the operand list. Only the first call gets an operand in `carried`. Each later call gets a result of

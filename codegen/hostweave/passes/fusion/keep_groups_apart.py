@@ -11,8 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which the rank itself
-computed in the first matmul. Only the final sum needs communication.
+The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts. The rank itself computed
+these rows in the first matmul. Only the final sum needs communication.
 """
 
 from dataclasses import replace

@@ -317,7 +317,7 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 
 
 def _divides_by_constant(op: Op) -> bool:
-    """True for a division of integers that a multiplication and a shift compute."""
+    """True for a division of integers if a multiplication and a shift can compute it."""
     return op.kind == "floor_divide" and op.result.type.dtype.kind in ("int", "uint") and not isinstance(op.operands[1], str)
 
 

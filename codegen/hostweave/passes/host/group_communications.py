@@ -25,7 +25,7 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications of one channel. Different channels need the same order on all ranks, which a group does not ensure."""
+    """Groups communications of one channel. Different channels need the same order on all ranks. A group does not ensure this order."""
     return replace(program, body=_Grouping(program).body(program.body))
 
 

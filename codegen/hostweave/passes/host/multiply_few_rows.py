@@ -1,4 +1,4 @@
-"""Fuses matmuls of few rows, which have a common first operand, with the pointwise kernel that reads the results.
+"""Fuses matmuls with the pointwise kernel that reads their results. The matmuls have few rows and a common first operand.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h

@@ -90,8 +90,8 @@ class _Copy:
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
-        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view, which follows the `views` that it needs.
-        The `kept` views are placed where the copy was."""
+        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view. The `views` that this view needs precede
+        it. The `kept` views are placed where the copy was."""
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
         first = self.child(users[0])

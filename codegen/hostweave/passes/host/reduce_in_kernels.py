@@ -7,7 +7,7 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks write to the memory of their peers, which takes less time than a collective. If a kernel computes the operand of a
+The kernels of the ranks write to the memory of their peers. This takes less time than a collective. If a kernel computes the operand of a
 reduce_scatter, this kernel stores each block in the memory of the rank that receives it. A kernel occupies the device while it waits for
 other ranks. Programs that communicate on separate streams therefore keep their collectives. So do programs with signals, with a stated
 transport, or without access to peer memory.

@@ -59,8 +59,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. A row that sees no key of the block gets the result 0 and the log-sum-exp -inf,
-        which has weight 0 when blocks are merged."""
+        """Emits attention to the current block of keys. A row that sees no key of the block gets the result 0 and the log-sum-exp -inf.
+        This result has weight 0 when blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 

@@ -46,7 +46,7 @@ class Kernels:
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """Name of the kernel for a matmul of ints, which cuBLASLt does not support. Overflow wraps around."""
+        """Name of the kernel for a matmul of ints. cuBLASLt supports no such matmul. Overflow wraps around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
