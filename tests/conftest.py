@@ -34,7 +34,7 @@ WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # number of consecutive tests of a file that run on one worker, because they share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
-# Long tests, which start first, so that the run does not end with one worker that runs a long test.
+# Long tests start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
     "test_processes.py",  # on CPUs one worker runs the whole file
     "test_interrupts.py",
@@ -132,7 +132,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes all existing objects, because garbage collections that visit them would take longer than most tests."""
+    """Freezes all existing objects, because garbage collections that visit these objects would take longer than most tests."""
     gc.freeze()
     gc.set_threshold(400_000)  # tests create few reference cycles
     gc.enable()

@@ -1,6 +1,6 @@
 """Every collective with every supported dtype, on 1 to 8 ranks. The result of each rank is compared with NumPy.
 
-One program per number of ranks contains all collectives, so that it is compiled only once.
+One program per number of ranks contains all collectives, so that few programs are compiled.
 """
 
 from __future__ import annotations

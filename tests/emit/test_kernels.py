@@ -262,7 +262,7 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
 
 
 def test_kernels_of_many_ops() -> None:
-    """A kernel with more consecutive ops than Python's recursion limit, and one with reductions of reductions."""
+    """A kernel with more consecutive ops than Python's recursion limit, and a kernel with reductions of reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

@@ -1,6 +1,6 @@
 """User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
 
-The names are collected from those files. Programs use them for dims, inputs, axes, kernels, blocks, streams and indices.
+The names are collected from those files. Programs use the names for dims, inputs, axes, kernels, blocks, streams and indices.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_name_that_is_not_reserved(name: str) -> None:
     assert CppNames().of(name) == name
 
 
-# --- one program with all of them -------------------------------------------------------------------------------------
+# --- one program with all names ---------------------------------------------------------------------------------------
 
 
 def everything(names: Iterable[str]) -> HostProgram:

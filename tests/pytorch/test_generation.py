@@ -115,7 +115,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
             graphs.append(model.generation._ranks[rank].graph)
             both.wait()  # because a garbage collection during another garbage collection does nothing
             if rank == 0:
-                assert len(replays) == 2 * (6 if prompt is first else 13)  # prefill makes the first token, capture the second one
+                assert len(replays) == 2 * (6 if prompt is first else 13)  # prefill makes token 1, and capture makes token 2
                 gc.collect()  # frees reference cycles of the compilation, which keep the cache
             both.wait()
         assert graphs[0] is graphs[1]

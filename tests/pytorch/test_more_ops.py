@@ -113,7 +113,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules with separate inputs and results. One program of all of them compiles in a tenth of the time of separate
+    """Several modules with separate inputs and results. One program of all modules compiles in a tenth of the time of separate
     programs."""
 
     def __init__(self, modules: Sequence[nn.Module]):

@@ -124,7 +124,7 @@ def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
 
 
 def test_options_that_schedules_change() -> None:
-    """The learning rate, which starts at 0, and betas may change, because they are not constants of the program."""
+    """The learning rate and betas may change, because they are not constants of the program. The learning rate starts at 0."""
     expect_steps(OF_TORCH["nesterov"], 2, schedule=lambda one: LambdaLR(one, lambda at: at / 3))
     expect_steps(OF_TORCH["adam"], 2, schedule=lambda one: OneCycleLR(one, 0.1, total_steps=9))
 
@@ -200,7 +200,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
     step = compiled(module, optimizers[0], ranks, scaler=scalers[0], **options)
     for number in range(7):
         for call in range(calls):
-            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # its square is infinite
+            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # the squares of such values are infinite
             loss = want(x)
             scalers[1].scale(loss).backward()
             torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes: calls use a program with overlap if that is predicted to be faster, as soon as the program is compiled."""
+"""Programs for ranges of sizes. If overlap is predicted to be faster, calls use a program with overlap as soon as it is compiled."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def test_layers_with_separate_state_in_a_cache_are_traced_once() -> None:
     expect(caching(CacheInPlace), "", "0", "0")
     sharing = caching(Caching)
     sharing.layers[2].layer_idx = 0
-    expect(sharing, "", "0", "its arguments differ")  # the state has been used, and counts its uses
+    expect(sharing, "", "0", "its arguments differ")  # layer 0 has used this state, and the state counts uses
     writing = caching(CacheInPlace)
     writing.layers[2].layer_idx = 0
     expect(writing, "", "0", "0")

@@ -256,7 +256,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
-    """An argument of a layer that is no result of another layer is resharded if the function's parameter has another sharding."""
+    """A layer's argument that is not a result of another layer is resharded if the function's parameter has a different sharding."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}

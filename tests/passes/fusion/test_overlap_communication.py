@@ -214,8 +214,8 @@ def test_a_gather_that_overlaps_with_nothing() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute them. If sizes are stated,
-    this is also true in functions."""
+    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute the sums. If sizes are
+    stated, the all-reduces of functions also stay synchronous."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
@@ -273,8 +273,7 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
 
 
 def test_a_reduce_scatter_that_overlaps_with_products() -> None:
-    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if they occupy multiprocessors for less time than
-    NCCL."""
+    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if both delay concurrent ops less than NCCL does."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)

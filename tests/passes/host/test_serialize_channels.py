@@ -180,7 +180,7 @@ def test_only_unordered_communications_are_ordered() -> None:
         host("all_reduce sum %x -> %y on tp\nall_reduce sum %v -> %z on dp"),
         host("fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring\nall_reduce sum %v -> %z on dp"),
         host("all_reduce sum %v -> %z on dp\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring"),
-        host(  # an event of the program already orders them
+        host(  # an event of the program already orders the communications
             "fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
             "stream ring[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin ring",
             HEADER + " events(done[1])",
