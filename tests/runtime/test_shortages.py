@@ -47,7 +47,7 @@ try:
 except HostweaveError as error:
     said = f"{error}"
 print(said, flush=True)
-os._exit(0)  # the libraries of others may need memory to end
+os._exit(0)  # other libraries may need memory to end
 """
 FILES, SIZE, MEMORY, THREADS, DISK = ("ulimit -n", "ulimit -f", "ulimit -v", "ulimit -u", "free space on that disk")
 

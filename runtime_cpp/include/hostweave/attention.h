@@ -64,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Also throws if there are no columns, or if
-  // there are no lengths and a row attends to no column. With `blind_zeros`, only the first sentence applies.
+  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Unless `blind_zeros` is set, two more cases
+  // are errors: there are no columns, or there are no lengths and a row attends to no column.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

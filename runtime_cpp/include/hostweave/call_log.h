@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
-// HW_CHECK adds its line to the log. Before that, the arguments in the line are evaluated: its stream, events and channel add
-// themselves to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture
-// without milestones. The milestones and the order of streams and events determine which lines have finished.
+// HW_CHECK adds its line to the log. The arguments in the line are evaluated first: streams, events and channels add themselves
+// to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture without
+// milestones. The milestones and the order of streams and events determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -79,7 +79,7 @@ class CallLog {
   struct State {
     int64_t made;            // calls, and graph launches by the application that have begun
     int64_t done;            // number of these calls and launches that are done
-    double waiting_seconds;  // since the first unfinished call began; Progress::look adds launches
+    double waiting_seconds;  // since the first unfinished call began; for graph launches see Progress::look
   };
   State state();
   // Reads the state of the streams in the first unfinished call.

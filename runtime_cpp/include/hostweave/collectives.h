@@ -52,8 +52,8 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call this function inside an NCCL group. It posts sends and receives in two inner groups, and both groups must progress
-// together.
+// Call this function inside an NCCL group. The function posts sends and receives in two inner groups, and both groups must
+// progress together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

@@ -85,8 +85,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 }
 
 // Grid of a kernel that finds the first `first` elements of each row of n elements in sorted order. A cluster sorts a row. A
-// cluster has one block per kSorted elements, but at most kMostBlocks. It has fewer blocks if otherwise not all clusters could
-// run at once. If rows are few and long, and are sorted completely, the whole grid sorts one row after another.
+// cluster has one block per kSorted elements, but at most kMostBlocks. If there are many rows, a cluster has fewer blocks. If
+// rows are few and long, and are sorted completely, the whole grid sorts one row after another.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -106,9 +106,9 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns. A cluster is as large as possible, but each block must have
-// enough terms to sum, and all blocks must run at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks
-// run at once.
+// Matmuls with few rows: one cluster per kProductColumns columns. A cluster has as many blocks as possible, up to kMostBlocks.
+// Each block must have enough terms to sum, and all blocks must run at once. Clusters of more than two blocks cannot fill every
+// GPC, so fewer blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);

@@ -39,7 +39,7 @@ struct ReloadedRow {
   HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
-// A row of computed values that is computed again at each use.
+// A row whose values are computed again at each use.
 template <class Compute>
 struct RecomputedRow {
   Compute compute;

@@ -101,9 +101,9 @@ class Streams {
 
   // Stream i modulo the size of the pool; i may be negative.
   Stream operator[](int64_t i) const;
-  // Makes all streams of the pool, or only the first `first` streams, wait for `caller`.
+  // Makes the first `first` streams of the pool, or all, wait for `caller`.
   cudaError_t fork(cudaStream_t caller, int64_t first = INT64_MAX);
-  // Makes `caller` wait for all streams of the pool, or only for the first `first` streams.
+  // Makes `caller` wait for the first `first` streams of the pool, or for all.
   cudaError_t join(cudaStream_t caller, int64_t first = INT64_MAX);
 
  private:

@@ -3,9 +3,9 @@
 // round equally.
 //
 // With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
-// data. The number of the exchange follows the first four bytes and the last four bytes. A reader detects arrival from the packet
-// itself, without a separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in
-// the memory of the peers. Then it sets flags to the number of the exchange.
+// data. The number of the exchange follows each half of the data. A reader detects arrival from the packet itself, without a
+// separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in the memory of the
+// peers. The collective then sets flags to the number of the exchange.
 //
 // Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. Before a rank
 // writes to a slot again, it has received data from every peer through the other slot. A peer sends these data after its kernel

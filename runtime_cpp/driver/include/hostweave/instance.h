@@ -127,7 +127,7 @@ class Instance {
   // capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
-  // Captures a call as a graph. Throws CaptureError if that fails.
+  // Captures a call as a graph. Throws CaptureError if the capture fails.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a captured call, in order with the calls by `run`. Throws CaptureError if `caller` is being captured.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);

@@ -63,7 +63,7 @@ class Member {
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators of the application as channels. A key is the name of a process group: its axes, preceded by its mesh if
-  // this is not the program's mesh. Throws ArgumentError if a communicator is missing, or has another rank, size or device than
+  // that mesh is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device than
   // the process group.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
