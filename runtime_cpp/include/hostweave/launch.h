@@ -259,7 +259,10 @@ cudaError_t launch_with(const cudaLaunchConfig_t& config, const void* function, 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks), .blockDim = dim3(grid.threads), .stream = stream};
+  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks),
+                                  .blockDim = dim3(grid.threads),
+                                  .dynamicSmemBytes = static_cast<size_t>(grid.shared),
+                                  .stream = stream};
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
