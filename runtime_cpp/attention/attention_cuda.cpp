@@ -65,10 +65,10 @@ bool packs(const AttentionProblem& p) {
 }
 
 // True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
-// only packed problems that `packs` accepts. With a bias, cuDNN supports no window. With a bias, cuDNN supports only the diagonal
-// from the top left, or a single row that attends to all columns. With lengths, cuDNN supports only diagonals from a corner.
-// cuDNN supports no window and no backward pass if the diagonal starts after the first column and reaches the last column before
-// the last row.
+// only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the diagonal
+// must start at the top left, or a single row must attend to all columns. In causal attention with lengths, the diagonal must
+// start in a corner. A diagonal may start after the first column, and reach the last column before the last row. For such a
+// diagonal, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;

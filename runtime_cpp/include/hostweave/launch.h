@@ -43,7 +43,8 @@ constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a gri
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
-// The whole grid sorts each row if (row length) / (number of rows) has at least this value, and rows are sorted completely.
+// Minimum of (row length) / (number of rows) for which the whole grid sorts each row. Applies only to rows that are sorted
+// completely.
 constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
