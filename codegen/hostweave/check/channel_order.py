@@ -86,7 +86,7 @@ class SignalOrder:
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs (earlier, later) of a rank's communications that must be ordered and are not."""
     operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    # one rank at a time, because a clock has an entry for each stream of each rank
+    # Handles one rank at a time, because a clock has an entry for each stream of each rank.
     for operations in reversed(operations_by_shape.values()):
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):

@@ -115,7 +115,7 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
-        # reads first, because a task does not read its own writes
+        # Reads are checked first, because a task does not read its own writes.
         for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):
             memory = self.memory(part, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):

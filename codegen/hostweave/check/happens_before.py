@@ -161,7 +161,7 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.missing_ends -= 1
         if not follower.missing_ends:
             ready.append(follower)
-    # breaks reference cycles
+    # cleared lists break reference cycles
     for links in (task.needs_end_of, task.needs_start_of, task.start_needed_by, task.end_needed_by, task.arrivals):
         links.clear()
 

@@ -51,7 +51,7 @@ def match_communications(instances: Instances) -> list[MatchedCommunications]:
     """All matched communications of the simulated calls. Raises ProgramError if a communication has no match, or if matched communications
     disagree."""
     program = instances.program
-    # by channel, sender, receiver and signal number
+    # (channel, sender, receiver, signal number) -> operations of the sender, and of the receiver
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))
     collectives: dict[ChannelGroup, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for part in (part for operations in instances.ranks for operation in operations for part in operation.communications):

@@ -430,7 +430,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: Run) -> None:
         outer = run.steps
         run.iterations += count
-        if run.iterations > MAX_STEPS:  # limited, because all operations of a rank are in memory
+        if run.iterations > MAX_STEPS:  # all operations of a rank are in memory, so their number is limited
             why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

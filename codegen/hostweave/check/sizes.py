@@ -113,7 +113,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     def fits(name: str) -> bool:
         try:
             return all(size.bind(chosen) >= smallest for size, smallest in bounds_of[name])
-        except ValueError:  # a sum that does not divide evenly
+        except ValueError:  # a sum does not divide evenly
             return False
 
     def fit_from(at: int) -> bool:

@@ -79,7 +79,7 @@ class KernelEmitter(KernelFacts):
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # called first, because it may hoist statements into self.row
+        lines = section.taken()  # comes first, because `taken` may hoist statements into self.row
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> EmittedKernel:

@@ -58,7 +58,7 @@ class Reference:
         floats = [dtype for dtype in dtypes if dtype.kind == "float"]
         matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
         floats += [f16 for i in matmuls if i.precision]  # TF32 has the significand of f16
-        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # sets the tolerance
+        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # the coarsest dtype sets the tolerance
         self.program, self.coarsest, self.roundoff = program, coarsest.name, coarsest.roundoff.hex()
         self.roundoffs = 4**coarsest.itemsize  # tolerance in units of roundoff
 

@@ -146,7 +146,7 @@ class Section:
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            path = [(name, self.operands(name))]  # iterative, because a chain of ops may exceed Python's recursion limit
+            path = [(name, self.operands(name))]  # a loop, because a chain of ops may exceed Python's recursion limit
             while path:
                 at, rest = path[-1]
                 if below := next((operand for operand in rest if operand not in self.texts), None):

@@ -123,7 +123,7 @@ def step_of(op: Op) -> ReshardStep:
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The single step from one layout to another, or None."""
-    if source.mesh != target.mesh and source.partial:  # reduced to one rank of each process group
+    if source.mesh != target.mesh and source.partial:  # a reduction to one rank of each process group
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
         return None if target.partial else ReshardStep("transfer", target=target)

@@ -376,7 +376,7 @@ def _is_large(op: Op) -> bool:
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """Moves matmuls that no large op needs, such as gradients of weights, down to positions at which ops wait for a communication. Ops that
     depend on these matmuls move too. A matmul passes at most two communications, because its operands stay alive until its new position."""
-    needed = needed_by_large(ops)  # does not contain gradients of weights
+    needed = needed_by_large(ops)  # `needed` does not contain gradients of weights
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
     clock = link = 0.0  # end times of all computation and of all communication so far
     ends: dict[str, float] = {}  # end times of communication results

@@ -266,6 +266,6 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        if number >= count / 2 and not self.depth(count).is_int:  # counts from the end, so that no index depends on the depth
+        if number >= count / 2 and not self.depth(count).is_int:  # the index counts from the end, so that no index depends on the depth
             number -= count
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

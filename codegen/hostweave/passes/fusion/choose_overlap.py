@@ -106,7 +106,7 @@ class _Choice:
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
         shards = self.shards(found[0])
-        for member in found:  # grows during the iteration
+        for member in found:  # `found` grows during the iteration
             if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
                 for producer, beside in self.producers(member):
                     if not through_gathers or len(shards | self.shards(producer)) < 2:

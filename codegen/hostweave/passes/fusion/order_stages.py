@@ -29,7 +29,7 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
-    in_ns = {name: round(time * 1e9) for name, time in times.items()}  # integers, so that equal sums compare equal
+    in_ns = {name: round(time * 1e9) for name, time in times.items()}  # with integers, equal sums compare equal
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
     # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()

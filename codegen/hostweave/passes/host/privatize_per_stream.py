@@ -80,7 +80,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         value = compiled(index, {})
         ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
         return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
-    except KeyError:  # depends on another loop's index, or on a size
+    except KeyError:  # the index depends on another loop's index, or on a size
         return False
 
 

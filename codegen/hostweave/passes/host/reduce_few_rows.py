@@ -85,6 +85,6 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
 def _combine(rows: Op, total: Op) -> bool:
     """True if the two reductions equal one reduction over all their dims."""
     combine = OPS[total.kind].combine
-    if combine and combine.is_mean and total[COUNT] != Size(0):  # the mean of sums, with an explicit divisor
+    if combine and combine.is_mean and total[COUNT] != Size(0):  # the total is a mean of sums, with an explicit divisor
         combine = replace(combine, is_mean=False)
     return OPS[rows.kind].combine == combine and rows[KEEPDIMS] == total[KEEPDIMS] and not OPS[rows.kind].locates

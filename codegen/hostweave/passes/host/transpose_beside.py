@@ -52,7 +52,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
         return False
     is_new = dst in uses.allocates and uses.allocates[dst].body is copy.body
     is_returned = not copy.loop and any(parameter.name == dst and not parameter.memory for parameter in uses.program.outputs)
-    if not (is_new or is_returned):  # a view of other memory
+    if not (is_new or is_returned):
         return False
     is_first = all(touch.number >= copy.number for touch in uses.touches[dst])
     writers = [touch for touch in uses.touches[result] if result in map(uses.root, tree.names(touch.instruction, "write"))]

@@ -136,7 +136,7 @@ class Buffers:
         if name in self.by_step:
             wanted = f"{name}_{steps.index.name}"
             view = self.b.select(self.by_step[name], 0, steps.block, wanted)
-            if steps.splits(value, dim):  # stored with the shards first
+            if steps.splits(value, dim):  # such chunks are stored with the shards first
                 rank = len(self.b.types[view].shape)
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)

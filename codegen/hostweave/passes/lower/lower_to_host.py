@@ -135,7 +135,7 @@ class _Lowering:
                 source = kept.get(name) or self.buffers.buffer_of(name)
                 if source != parameter.name and parameter.group:  # the tensors of a parameter group have unrelated addresses
                     self.copy_group(source, parameter)
-                elif source != parameter.name:  # an input, a view, or a result in donated memory
+                elif source != parameter.name:  # the result is an input or a view, or is in donated memory
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
