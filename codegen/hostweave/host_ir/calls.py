@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. A part declares only the kernels and uneven
-    sizes that the part needs itself, and the events that the part or an earlier function needs."""
+    """Every function as a separate program, callees before callers, then the main program. Each program declares only the kernels and
+    uneven sizes that it needs itself, and the events that it or an earlier program needs."""
     if not program.functions:
         return (program,)
     parts = [

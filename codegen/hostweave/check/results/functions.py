@@ -1,4 +1,4 @@
-"""NumPy's functions for arrays with lanes.
+"""NumPy's functions for arrays with lanes. A float has a shadow and an element (see lanes.py).
 
 The references of ops and instructions take NumPy as an argument. With `LANES` in place of NumPy, the references compute all lanes at once.
 """

@@ -146,7 +146,7 @@ class ComparedOutput:
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """True for each element whose shadows differ by more than the tolerance, or whose integers or bools differ."""
+        """True for each element whose shadows (f64 values) differ by more than the tolerance, or whose integers or bools differ."""
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)

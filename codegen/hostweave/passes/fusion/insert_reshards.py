@@ -118,7 +118,7 @@ class _Insertion(OpRewriter):
         return value.name
 
     def is_resolved_by_reshard(self, value: Value) -> bool:
-        """True if the only consumer of a partial value is the user's reshard, and the value is not streamed."""
+        """True if the only consumer of a partial value is the user's reshard, and the value is not computed in a chunk loop."""
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 

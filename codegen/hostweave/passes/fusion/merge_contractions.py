@@ -57,7 +57,8 @@ class _Merging(OpRewriter):
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
-        """Follows permutations, and reshapes that only merge dims, back to their source. Stops at streamed and pinned values."""
+        """Follows permutations, and reshapes that only merge dims, back to their source. Stops at values of chunk loops, and at values with
+        a stated sharding."""
         op = self.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:

@@ -22,8 +22,8 @@ MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predi
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster. Fusions with streamed ops keep their
-    order."""
+    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster. Fusions with ops in chunk loops keep
+    their order."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):

@@ -44,7 +44,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
-    """Type of a result after forward propagation. A reshard keeps its stated type. A streamed dim is unsharded."""
+    """Type of a result after forward propagation. A reshard keeps its stated type. The dim over which a chunk loop runs is unsharded."""
     if passed is None:
         return op.result.type
     stream = op.result.stream
@@ -53,8 +53,8 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type after backward propagation. An unsharded, unstreamed dim gets the axes that all consumers need, if the sharding rule of the op
-    allows these axes."""
+    """Type after backward propagation. An unsharded dim over which no chunk loop runs gets the axes that all consumers need, if the
+    sharding rule of the op allows these axes."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

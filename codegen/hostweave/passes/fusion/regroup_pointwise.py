@@ -8,7 +8,7 @@
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
 together, as a group. A group does not move if another kernel reads values of the group, or computes operands of the group, in the old
-shape. The pass skips sharded and streamed values, and ops that could be the epilogue of a matmul.
+shape. The pass skips sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
 """
 
 from collections.abc import Iterable, Iterator

@@ -91,7 +91,7 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """True if other ops can read the terms of a value in place of its sum. A sum that the user pinned must be computed."""
+        """True if other ops can read the terms of a value in place of its sum. A sum whose sharding the user states must be computed."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:

@@ -1,5 +1,5 @@
 """Replaces each select from a stack by the selected value. Also removes the stack, if no op reads the whole stack. Selects that are
-returned or streamed stay.
+returned, or that are in a chunk loop, stay.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
