@@ -47,7 +47,7 @@ class ArrayLibrary(Protocol):
     def address(self, array: Array) -> int: ...
 
     def contiguous(self, array: Array) -> Array:
-        """Returns a contiguous array, or a row-major copy of another array on the same device."""
+        """Returns the array if it is contiguous. Otherwise returns a row-major copy on the same device."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
 

@@ -79,7 +79,7 @@ class Exchange:
 
 
 class StoreExchange(Exchange):
-    """Exchanges through a store. Each exchange uses the same keys, so that the store does not grow."""
+    """Exchanges through a store. All exchanges use the same keys, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)

@@ -31,7 +31,7 @@ class Derivatives:
         self.firsts: dict[object, _FirstDerivative] = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Computes the results of a layer for these arguments. The results have gradients."""
+        """Computes the results of a layer for these arguments, and records how to differentiate them."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
         if first := self.firsts.get(key):
 

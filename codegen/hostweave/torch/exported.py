@@ -271,7 +271,7 @@ _collect_once = cache(lambda *registered: _collect())
 
 
 def _override_few(rules: Mapping[Any, Any], **more: Any) -> Any:
-    """Replaces only composite ops with rules that are not torch's own implementations."""
+    """Replaces only composite ops whose rules are not torch's own implementations."""
     few = {op: rule for op, rule in rules.items() if not (isinstance(rule, partial) and rule.keywords.get("kernel") is op)}
     return _override(few, **more)
 
@@ -348,7 +348,8 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks the uses of a value and of its views. Does not mark the value, because a write to the source may change it before a use."""
+    """Marks the uses of a value and of its views. Does not mark the value itself, because a write to the source may change the
+    value before a use."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)

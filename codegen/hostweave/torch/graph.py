@@ -65,7 +65,7 @@ class Graph:
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
-    results: list[AxesOfDims | None] | None = None  # sharding of each output, None if inferred; without list, see `_placed` of trace.py
+    results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; without this list, see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None

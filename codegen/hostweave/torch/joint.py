@@ -196,7 +196,7 @@ class Joint:
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
-        """Maps the name of each program input that is a source to the index of the source."""
+        """Maps the names of program inputs that are arguments or seeds to the indices of their sources."""
         taken = [*graph.arguments, *([] if graph.seeds is None else [graph.seeds])]
         named = ((graph.names[node], self.source_of(node)) for node in taken if node in graph.names)
         return {name: number for name, number in named if number is not None}

@@ -165,7 +165,7 @@ class Part:
 
 
 def flat(values: Any) -> tuple[list[Any], Any]:
-    """Flattens only Python's built-in containers. Other objects may have state."""
+    """Flattens only tuples, lists and dicts. Other objects may have state."""
     return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
@@ -180,7 +180,8 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number or SymInt. None for other objects."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number or SymInt. None if there are other
+    objects."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -93,8 +93,8 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """Maps each node to the outermost list element that contains the node. A node without a module, such as a sum of gradients, belongs to
-    the module of its last operand."""
+    """Maps nodes to the outermost list elements that contain them. A node without a module, such as a sum of gradients, belongs to the
+    module of the operand that is computed last. Nodes of `_shared` are omitted."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:

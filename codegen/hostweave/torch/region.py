@@ -48,7 +48,8 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: the whole mesh of its DTensors. Without DTensors, the mesh of the plan, or one rank."""
+        """Mesh for a graph with these values: the whole mesh of its DTensors and device meshes. Without any, the mesh of the plan, or one
+        rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -176,8 +177,8 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Copies modules and source lines from the nodes of Dynamo's graph. Drops the stated sharding of a result if a graph break splits
-        the module that computes the result."""
+        """Copies modules and source lines from the nodes of Dynamo's graph. Drops the stated sharding of a module that has no node in this
+        graph, or whose last node has another number of dims."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:

@@ -71,7 +71,7 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. `key` is equal for calls of equal layers, and None if an argument or a cache cannot be
+    """A call of a layer. Calls with equal arguments, modes and caches have equal keys. `key` is None if an argument or a cache cannot be
     compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
@@ -323,7 +323,7 @@ def _between(begin: Node, end: Node) -> Iterator[Node]:
 
 
 def _regions(graph: Graph) -> dict[Node, int]:
-    """Maps each node to the number of the traced layer that it belongs to."""
+    """Maps the nodes of each traced layer to the number of the layer."""
     found: dict[Node, int] = {}
     begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
     for end in graph.nodes:

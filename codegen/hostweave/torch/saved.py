@@ -29,8 +29,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor in place of its views. Condition: the views together have at least as many elements, or the tensor is also saved.
-    Saving the views would copy their elements. Returns False if nothing changes."""
+    """Saves a tensor in place of its saved views, because saving the views would copy their elements. The views must have at least as many
+    elements in total, or the tensor must be saved anyway. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):
@@ -135,8 +135,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values. First come the kinds with the most values, usually one value per layer, sorted by layer. Then come the other
-    kinds, sorted by kind. A kind is a name without the layer's number."""
+    """Sorts saved values. A kind is a name without the layer's number. The kinds with the most values come first, sorted by layer. Other
+    kinds follow, sorted by kind."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())
