@@ -18,8 +18,8 @@ class CommonGraphs:
     The library of these transports requires that all ranks capture a communication, or none. All ranks must therefore decide alike, but a
     rank knows only whether its own arrays repeat. So all ranks vote before the same calls: calls 3, 5, 9, 17 and so on, at most 4096 calls
     apart. A rank votes for graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for
-    graphs, calls run as graphs until the next vote. A rank with new arrays then captures another graph. Otherwise calls run without graphs
-    until the next vote.
+    graphs, calls run as graphs until the next vote. A rank with new arrays then captures another graph. If some rank votes against
+    graphs, calls run without graphs until the next vote.
     """
 
     def __init__(self) -> None:

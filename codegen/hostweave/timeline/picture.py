@@ -9,7 +9,7 @@ from hostweave.timeline.events import WAITING, Event, Timeline
 
 WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the row names, height of the axis
 LANE, GAP = 18, 10
-MEMORY = 48  # height of the peak memory, in pixels
+MEMORY = 48  # height of the bar of the peak memory, in pixels
 LETTER = 6.2  # width of a character in pixels
 MAX_SHOWN_RANKS = 16  # maximum number of ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))

@@ -1,4 +1,4 @@
-"""Reports that compare a predicted timeline with a measured one, as HTML page, Perfetto trace or picture."""
+"""Reports that compare a predicted timeline with a measured one. A report is an HTML page, a Perfetto trace or a picture."""
 
 import json
 from collections.abc import Iterator, Mapping

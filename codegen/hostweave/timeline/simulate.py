@@ -70,7 +70,7 @@ def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], mac
 def simulate(ranks: list[list[SimulatedTask]]) -> None:
     _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # the wait starts when the stream gets there
+        if task.operation.instruction.posts == "wait_signal":  # the wait starts when its stream reaches it
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
@@ -149,7 +149,7 @@ class _Simulator:
             self.finish(task)
 
     def start(self, ready: list[SimulatedTask]) -> None:
-        """Starts tasks, and tasks that wait for started tasks of no duration."""
+        """Starts tasks. If a task takes no time, also starts the tasks that wait for its end."""
         while ready:
             task = ready.pop()
             task.start = self.now
