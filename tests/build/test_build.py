@@ -78,8 +78,8 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module uses the library that was checked, even if another file replaces it while the module is loaded. Loading the replaced file is
-    an error."""
+    """A module uses the library that was checked, even if another file replaces the library while the module is loaded. Loading the
+    replaced file is an error."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -325,7 +325,8 @@ def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_only_changed_kernels_are_compiled_again() -> None:
-    """Each generated kernel is compiled separately, so moving a kernel within the file has no effect. User kernels are compiled together."""
+    """Each generated kernel is compiled separately, so moving a kernel within the file has no effect. User kernels are compiled
+    together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
@@ -380,7 +381,7 @@ def test_a_truncated_file_is_built_again(cut: str, empty_cache: Path) -> None:
     whole = path.stat().st_size
     os.truncate(path, 100)
     if folder not in path.parents:
-        shutil.rmtree(folder)  # so that it is linked again
+        shutil.rmtree(folder)  # so that the module is linked again
     assert hw.compile(doubled).folder == folder
     assert path.stat().st_size == whole
     np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
