@@ -8,7 +8,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import map_functions, needs_ranks, on_one_device
 from hostweave.fusion_ir.verify import LEVELS, verify_fusion
-from hostweave.host_ir.calls import bodies, joined
+from hostweave.host_ir.calls import on_each_body
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
@@ -185,7 +185,7 @@ def _why_impossible(size: Size, sizes: Mapping[str, int]) -> str:
 def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProgram, options: Options) -> Fusion | HostProgram:
     if isinstance(stage, Fusion):
         return map_functions(stage, lambda body: apply(body, options))
-    return joined([apply(body, options) for body in bodies(stage)])
+    return on_each_body(stage, lambda body: apply(body, options))
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:

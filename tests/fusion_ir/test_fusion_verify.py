@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -270,6 +271,17 @@ def test_bodies_of_kernels() -> None:
     verify_ops(fusion.inputs, fusion.ops)
     with pytest.raises(ProgramError, match=r"sum: %h is used before it is defined; define it above$"):
         verify_ops(fusion.inputs, fusion.ops[1:])
+
+
+def test_an_op_that_passed_is_verified_again_with_other_operands_and_on_another_mesh() -> None:
+    fusion = Fusion.parse(text("%y: f32[8@x, 4] = negative(%x)", inputs="%x: f32[8@x, 4]"))
+    for change, message in (
+        ({"inputs": Fusion.parse(text("%y: f32[8, 5] = negative(%x)", inputs="%x: f32[8, 5]")).inputs}, "its operands give f32[8, 5]"),
+        ({"inputs": (), "mesh": hw.Mesh(x=4)}, "%x is used before it is defined"),
+        ({"inputs": Fusion.parse(text("%y: f32[8, 4] = negative(%x)", inputs="%x: f32[8, 4]")).inputs, "mesh": hw.Mesh(z=4)}, "no axis x"),
+    ):
+        with pytest.raises(ProgramError, match=re.escape(message)):
+            verify_fusion(replace(fusion, **change))
 
 
 def test_an_error_names_the_users_line() -> None:

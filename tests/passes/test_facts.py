@@ -97,3 +97,25 @@ def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyP
     assert isinstance(product, Fusion)
     with pytest.raises(ProgramError, match="is deallocated before plan_memory"):
         pipeline.lower(product, hw.Options())
+
+
+def test_a_pass_returns_an_unchanged_program_itself() -> None:
+    """Analyses that are cached on the program, and on its ops and kernels, stay valid. An equal copy would be verified again."""
+
+    @hw.block(x=hw.f32["M", "K"], w=hw.f32["K", "K@x"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.relu(hw.matmul(x, w)) + 1
+
+    @hw.fusion(mesh=hw.Mesh(x=4), x=hw.f32["M@x", "K"], w=hw.f32["K", "K@x"])
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(layer(layer(x, w), w), "M", "K")
+
+    before: list[Fusion | HostProgram] = []
+
+    def observe(name: str, stage: Fusion | HostProgram) -> None:
+        if before and str(stage) == str(before[-1]):
+            assert stage is before[-1], name
+        before.append(stage)
+
+    pipeline.lower(f, hw.Options(), observe)
+    assert len({*map(id, before)}) < len(PASSES) / 2

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
 from hostweave.fusion_ir.rewriting import FreshNames
@@ -25,7 +26,7 @@ class OpRewriter:
     def rewritten(self) -> Fusion:
         for op in self.fusion.ops:
             self.add(op)
-        return replace(self.fusion, body=tuple(self.ops))
+        return replaced(self.fusion, body=tuple(self.ops))
 
     def add(self, op: Op) -> None:
         self.emit(op)

@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
 from hostweave.types.blocks import Transfer
@@ -147,7 +148,7 @@ class Op:
 
     def renamed(self, names: Mapping[str, str]) -> Op:
         """Renames the operands that are in `names`."""
-        return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
+        return replaced(self, operands=tuple([names.get(o, o) if isinstance(o, str) else o for o in self.operands]))
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:

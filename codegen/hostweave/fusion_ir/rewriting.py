@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import AttributeValue, ChunkLoop, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
@@ -55,7 +56,7 @@ def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
     op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
-    return replace(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
+    return replaced(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
 
 
 def without_loops(fusion: Fusion) -> Fusion:
@@ -91,10 +92,10 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
     done: dict[str, Fusion] = {}
 
     def linked(item: Op | ChunkLoop) -> Op | ChunkLoop:
-        return replace(item, callee=done[item.callee.name]) if isinstance(item, Op) and item.callee else item
+        return replaced(item, callee=done[item.callee.name]) if isinstance(item, Op) and item.callee else item
 
     for body in (*fusion.functions, fusion):
-        done[body.name] = result = apply(replace(body, body=tuple(map(linked, body.body))))
+        done[body.name] = result = apply(replaced(body, body=tuple(map(linked, body.body))))
     return result
 
 

@@ -21,7 +21,7 @@ def layout(type: TensorType) -> Layout:
 
 
 def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) -> TensorType:
-    if not any(axes) and not type.axes and partial == type.partial:
+    if axes == layout(type) and partial == type.partial:
         return type
     dims = tuple(Dim(dim.size, a) for dim, a in zip(type.dims, axes, strict=True))
     return replace(type, dims=dims, partial=partial)

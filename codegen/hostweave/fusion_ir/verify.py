@@ -1,6 +1,6 @@
 """Verifies fusions: before the first pass, and after each fusion pass that changed the fusion or adds rules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,20 +49,39 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
             raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
     known = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols} | fusion.depths.keys()
     for op in fusion.ops:
-        _verify_op(op, types)
-        op.result.type.check(op.location, fusion.mesh)
-        for type in (*op.user_kernel.inputs, *op.user_kernel.outputs) if op.user_kernel else ():
-            type.check(op.location, op.result.type.mesh_in(fusion.mesh))
-        for name in (name for size in op.result.type.shape for name in size.symbols if name not in known):
-            why = f"no input has a dim {name}, which %{op.result.name} has, so its size is unknown"
-            raise ProgramError(f"{op.kind}: {why}; add it to an input, or write an int", op.location)
-        _verify_stream(op, fusion.loop_of.get(op.result.name), level)
-        if level >= LEVELS.index("insert_reshards"):
-            _verify_sharding(op, types, fusion.mesh, level)
+        in_loop = op.result.name in fusion.loop_of
+        _once(_verify_sharded, op, types, fusion.mesh, known, in_loop, level >= LEVELS.index("insert_reshards"))
+        if op.kind == "reshard" and level >= LEVELS.index("decompose_reshards"):
+            steps = [step.kind for step in plan(types[op.tensors[0]], op.result.type, fusion.mesh, {}, op.location)]
+            raise ProgramError(f"reshard: its steps are missing; write {' and '.join(steps) or 'copy'} instead", op.location)
+        if op.result.stream and not in_loop and level >= LEVELS.index("choose_overlap"):
+            raise ProgramError(f"stream of %{op.result.name}: it is in no loop; put its op into a loop", op.location)
     _verify_loops(fusion)
     _verify_groups(fusion)
     _verify_further_results(fusion)
     _verify_outputs(fusion, here, types, level)
+
+
+def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
+    """Verifies an op, unless it has passed with equal operand types and an equal context, and defines its result."""
+    passed = verify, [types.get(name) for name in op.tensors], context
+    if op.__dict__.get("_passed") != passed:
+        verify(op, types, *context)
+        op.__dict__["_passed"] = passed
+    _define(op.result, types, op.location)
+
+
+def _verify_sharded(op: Op, types: dict[str, TensorType], mesh: Mesh, known: set[str], in_loop: bool, is_sharded: bool) -> None:
+    _verify_op(op, types)
+    op.result.type.check(op.location, mesh)
+    for type in (*op.user_kernel.inputs, *op.user_kernel.outputs) if op.user_kernel else ():
+        type.check(op.location, op.result.type.mesh_in(mesh))
+    for name in (name for size in op.result.type.shape for name in size.symbols if name not in known):
+        why = f"no input has a dim {name}, which %{op.result.name} has, so its size is unknown"
+        raise ProgramError(f"{op.kind}: {why}; add it to an input, or write an int", op.location)
+    _verify_stream(op, in_loop)
+    if is_sharded:
+        _verify_sharding(op, types, mesh)
 
 
 def _verify_groups(body: Fusion) -> None:
@@ -105,7 +124,7 @@ def verify_ops(inputs: Sequence[NamedValue], ops: Sequence[Op]) -> None:
     for value in inputs:
         _define(value, types, None)
     for op in ops:
-        _verify_op(op, types)
+        _once(_verify_op, op, types)
 
 
 def _define(value: NamedValue, types: dict[str, TensorType], location: Location | None) -> None:
@@ -139,7 +158,6 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     derived, stated = infer_type(op, operand_types(op, types)), op.result.type
     if (derived.dtype, derived.shape, derived.mesh) != (stated.dtype, stated.shape, stated.mesh):
         raise ProgramError(f"{op.kind}: %{op.result.name} is {stated}, but its operands give {derived}; correct its type", op.location)
-    _define(op.result, types, op.location)
 
 
 def _verify_further_results(body: Fusion) -> None:
@@ -159,9 +177,9 @@ def _verify_further_results(body: Fusion) -> None:
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
-def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
+def _verify_stream(op: Op, in_loop: bool) -> None:
     stream, here = op.result.stream, f"stream of %{op.result.name}"
-    if loop and (stream is None or stream.chunks is not None or stream.chunking):
+    if in_loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)
     if stream is None:
         return
@@ -173,11 +191,9 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
         raise ProgramError(f"{here}: it is made by the function @{op.callee.name}; stream a tensor in the function", op.location)
     if stream.chunks is not None and stream.chunks < 1:
         raise ProgramError(f"{here}: chunks={stream.chunks} is not at least 1", op.location)
-    if why := "" if loop else stream.too_many(op.result.type.shape[stream.dim]):
+    if why := "" if in_loop else stream.too_many(op.result.type.shape[stream.dim]):
         raise ProgramError(f"{here}: {why}", op.location)
-    if not loop and level >= LEVELS.index("choose_overlap"):
-        raise ProgramError(f"{here}: it is in no loop; put its op into a loop", op.location)
-    if loop and stream.algorithm and op.kind not in RESHARDS:
+    if in_loop and stream.algorithm and op.kind not in RESHARDS:
         raise ProgramError(
             f"{here}: it has the algorithm {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location
         )
@@ -215,10 +231,10 @@ def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
     return "" if loop.steps == Size(ranks) else f"it has {loop.steps} steps; write one per shard, {ranks}"
 
 
-def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
+def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh) -> None:
     operands = operand_types(op, types)
     if op.kind in RESHARDS:
-        _verify_reshard(op, operands[0], mesh, level)
+        _verify_reshard(op, operands[0], mesh)
         return
     if op.kind == "renumber":
         _verify_renumber(op, operands[0], mesh)
@@ -241,11 +257,9 @@ def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
         raise ProgramError(f"renumber: {why}; a change to or from zigzag needs {order}", op.location)
 
 
-def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
+def _verify_reshard(op: Op, source: TensorType, mesh: Mesh) -> None:
     if op.kind == "reshard":
-        steps = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
-        if level >= LEVELS.index("decompose_reshards"):
-            raise ProgramError(f"reshard: its steps are missing; write {' and '.join(steps) or 'copy'} instead", op.location)
+        plan(source, op.result.type, mesh, {}, op.location)
         return
     try:
         derived = step_of(op).applied(source, mesh)

@@ -1,10 +1,11 @@
 """Host programs with functions: splits a program into bodies, joins bodies, and inlines calls."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
+from hostweave.base.unchanged import is_same
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Binary, Expr, Var
 from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
@@ -97,6 +98,13 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         functions=tuple(ir.Function(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
     )
     return without_unused_channels(program)
+
+
+def on_each_body(program: ir.HostProgram, apply: Callable[[ir.HostProgram], ir.HostProgram]) -> ir.HostProgram:
+    """Applies `apply` to every body. Returns the program itself if all bodies stay the same objects."""
+    parts = bodies(program)
+    changed = [apply(part) for part in parts]
+    return program if is_same(parts, changed) else joined(changed)
 
 
 # --- inlining ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
+from hostweave.base.unchanged import is_same, replaced
 from hostweave.host_ir.expr import Expr, Var, leaves
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
@@ -210,7 +211,7 @@ def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
         changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
-    return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
+    return replaced(instruction, **changed)
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
@@ -255,9 +256,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
     """Applies `change` to each body. Returns the instruction itself if no body changes."""
     if not (names := _body_fields(type(instruction))):
         return instruction
-    inner = {name: (body := getattr(instruction, name), change(body)) for name in names}
-    changed = {name: new for name, (old, new) in inner.items() if new is not old}
-    return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
+    return replaced(instruction, **{name: change(getattr(instruction, name)) for name in names})
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
@@ -296,7 +295,7 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))
         outcome = rule(new)
         result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
-    return unless_same(body, result)
+    return body if is_same(body, result) else tuple(result)
 
 
 def edited(body: Body, edits: Edits) -> Body:
@@ -314,18 +313,12 @@ def edited(body: Body, edits: Edits) -> Body:
             if not any(i is old for i in edit) and not edits.keys().isdisjoint(range(number + 1, walked)):
                 raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
             result.extend(new if i is old else i for i in edit)
-        return unless_same(body, result)
+        return tuple(result)
 
     result = after(body)
     if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
         raise KeyError(f"an edit's instruction is not in the body: {outside[0]}")
     return result
-
-
-def unless_same(body: Body, result: list[Instruction]) -> Body:
-    """`result` as a body, or `body` itself if its instructions are the same."""
-    is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
-    return body if is_same else tuple(result)
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
+from hostweave.base.unchanged import replaced
 from hostweave.communication.algorithm import Algorithm
 from hostweave.communication.algorithms import NAMES, algorithms_of
 from hostweave.communication.chunk_loops import parts, shards
@@ -36,7 +37,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
         if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
     flow = Dataflow(replace(fusion, body=tuple(choice.ordered())))
-    return replace(fusion, body=tuple(_Loops(flow, choice.rotations).formed()))
+    return replaced(fusion, body=tuple(_Loops(flow, choice.rotations).formed()))
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class _Choice:
                 yield from map(self.streamed, sorted(members, key=lambda op: self.number[op.result.name]))
 
     def streamed(self, op: Op) -> Op:
-        return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
+        return replaced(op, result=replaced(op.result, stream=self.streams.get(op.result.name)))
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ becomes
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import operand_types
 from hostweave.fusion_ir.ops.attributes import COMPOSED
@@ -27,7 +28,7 @@ def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
         why = _why_composed(op, operand_types(op, fusion.types), fusion.mesh, options.figures)
         return replace(op, attributes=((COMPOSED.name, why),)) if why else op
 
-    return replace(fusion, body=tuple(map(marked, fusion.ops)))
+    return replaced(fusion, body=tuple(map(marked, fusion.ops)))
 
 
 def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Machine) -> str:

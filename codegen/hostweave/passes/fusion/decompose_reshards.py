@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import reduce
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import needs_whole, operand_types
@@ -29,7 +30,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     decomposed = _Decomposition(fusion, options).rewritten()
-    return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
+    return replaced(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
 
 class _Decomposition(OpRewriter):

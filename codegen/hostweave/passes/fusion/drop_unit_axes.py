@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import MESH_AXES
@@ -28,7 +29,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
         return with_layout(type, tuple(without(axes, mesh) for axes in layout(type)), partial)
 
     def in_value(value: Value) -> Value:
-        return replace(value, type=stripped(value.type, value.type.mesh_in(fusion.mesh)))
+        return replaced(value, type=stripped(value.type, value.type.mesh_in(fusion.mesh)))
 
     def in_kernel(kernel: UserKernel) -> UserKernel:
         mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # a kernel runs on the mesh of its operands
@@ -43,9 +44,9 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
         result = in_value(op.result)
         if op.kind in RESHARD_STEPS and _names(op, fusion.types[op.tensors[0]], fusion.mesh):
             return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes the reshard again
-        return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
+        return replaced(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
-    return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))
+    return replaced(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))
 
 
 def _names(step: Op, source: TensorType, program: Mesh) -> bool:

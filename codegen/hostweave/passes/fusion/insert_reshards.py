@@ -10,6 +10,7 @@ becomes
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
@@ -58,7 +59,7 @@ class _Insertion(OpRewriter):
         passed = flow(op, operands, self.mesh)
         computed = passed.computed(layout(op.result.type))
         pairs = zip(op.operands, passed.operands(computed), strict=True)
-        op = replace(op, operands=tuple(self.resharded(o, needed, op) if isinstance(o, str) else o for o, needed in pairs))
+        op = replaced(op, operands=tuple([self.resharded(o, needed, op) if isinstance(o, str) else o for o, needed in pairs]))
         if passed.partial_axes:
             op = as_term(op, operands[0])
         partial = partial_of(op, operands, passed)
@@ -66,7 +67,7 @@ class _Insertion(OpRewriter):
         if partial and (carrier := self.carrier(op, type, partial)):
             op, type = self.carry(op, type, carrier)
         if partial is None or self.is_resolved_by_reshard(op.result):
-            self.emit(replace(op, result=replace(op.result, type=type)))
+            self.emit(replaced(op, result=replaced(op.result, type=type)))
             return
         term = Value(self.names.new(f"{op.result.name}_partial"), type)
         self.carried |= {term.name: self.carried[op.result.name]} if op.result.name in self.carried else {}

@@ -15,6 +15,7 @@ becomes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
@@ -26,7 +27,7 @@ from hostweave.types.size import product
 
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
     merged = _Merging(fusion).rewritten()
-    return replace(merged, body=eliminate_dead_code(merged.ops, fusion.outputs))
+    return replaced(merged, body=eliminate_dead_code(merged.ops, fusion.outputs))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ peers arrive. The gather keeps its position, and overlaps with the ops before th
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.host_ir import ir
@@ -46,7 +47,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
             loops[product.result.name] = ChunkLoop(ops, Size(chunks[op.result.name]), False, "by_shard", "local_first", op.result.name)
     later = {op.result.name for loop in loops.values() for op in loop.ops[1:]}
     items = (item for item in fusion.body if isinstance(item, ChunkLoop) or item.result.name not in later)
-    return replace(fusion, body=tuple(item if isinstance(item, ChunkLoop) else loops.get(item.result.name, item) for item in items))
+    return replaced(fusion, body=tuple(item if isinstance(item, ChunkLoop) else loops.get(item.result.name, item) for item in items))
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:

@@ -14,6 +14,7 @@ becomes
 from collections import Counter
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
@@ -126,7 +127,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
         if are_chosen or op.result.name in transfers.chosen:
             ops[ops.index(op)] = transfers.taken(op, is_beside=False)
     ops = _sums_last(ops, alone)
-    return replace(in_order(fusion, ops), choices=(*fusion.choices, *transfers.choices))
+    return replaced(in_order(fusion, ops), choices=(*fusion.choices, *transfers.choices))
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:

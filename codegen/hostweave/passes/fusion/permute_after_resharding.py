@@ -16,6 +16,7 @@ Reuses an equal earlier reshard if there is one. Does not move slices, nor resha
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops import RESHARDS
@@ -54,7 +55,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
             end = name.removeprefix(turn.result.name) if name.startswith(turn.result.name) else "_resharded"
             emit(replace(op, operands=(source,), result=Value(names.new(f"{source}{end}"), type)))
         emit(replace(turn, operands=(known[source, type],), result=op.result, location=op.location))
-    return replace(fusion, body=tuple(ops))
+    return replaced(fusion, body=tuple(ops))
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:

@@ -11,8 +11,7 @@ becomes
     %y: bf16[M@x, N] pinned = reshard(%z)
 """
 
-from dataclasses import replace
-
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import RESHARD_STEPS, RESHARDS, operand_types
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, divides, flow, layout, with_layout
@@ -40,7 +39,8 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
             for operand, wish in zip(op.operands, needed, strict=True):
                 if isinstance(operand, str):
                     use_shardings.setdefault(operand, []).append(wish)
-    return replace(fusion, body=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
+    ops = [replaced(op, result=replaced(op.result, type=types[op.result.name])) for op in fusion.ops]
+    return replaced(fusion, body=tuple(ops))
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:

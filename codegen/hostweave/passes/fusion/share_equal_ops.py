@@ -10,8 +10,7 @@ becomes
     %y: f32[M@x, K] = add(%a, %a)
 """
 
-from dataclasses import replace
-
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
@@ -42,4 +41,4 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
             if before != name and op.kind != "output":
                 op = Op("copy", (before,), op.result, location=op.location)
         ops.append(op)
-    return replace(fusion, body=tuple(ops))
+    return replaced(fusion, body=tuple(ops))

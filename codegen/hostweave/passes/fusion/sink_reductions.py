@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.min_cut import INFINITE, min_cut
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.resharding import cost
@@ -173,4 +174,4 @@ class _Sinking:
                 if not is_needed:
                     continue
             ops.append(op)
-        return replace(self.fusion, body=tuple(ops))
+        return replaced(self.fusion, body=tuple(ops))

@@ -16,6 +16,7 @@ key piece of each lower rank, but not the second. Only the second row piece of a
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.emitter import Attributes, OpRewriter
 from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op, Stream, Value, attributes
@@ -31,7 +32,7 @@ def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
-    return replace(numbering.rewritten(), choices=(*fusion.choices, *numbering.choices))
+    return replaced(numbering.rewritten(), choices=(*fusion.choices, *numbering.choices))
 
 
 class _Numbering(OpRewriter):

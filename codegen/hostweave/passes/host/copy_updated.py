@@ -8,11 +8,10 @@ writes some elements of %y, so %y must already contain the other elements of %x.
     launch @dynamic_update_slice_x %y, %row, %start -> %y
 """
 
-from dataclasses import replace
-
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import updated
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 
@@ -36,4 +35,4 @@ def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
                 copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # on the ranks of the update
         return (*views, *copies, tree.with_names_at(i, apart, "read")) if apart else None
 
-    return replace(program, body=tree.rewrite(program.body, rule))
+    return replaced(program, body=tree.rewrite(program.body, rule))

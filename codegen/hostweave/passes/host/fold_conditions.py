@@ -11,6 +11,7 @@ Also replaces loops of one iteration by their bodies, and merges consecutive bod
 
 from dataclasses import replace
 
+from hostweave.base.unchanged import is_same
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
@@ -22,7 +23,7 @@ from hostweave.types.size import Size
 def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     folding = _Folding()
     body = folding.body(program.body, program.mesh)
-    if body is program.body:
+    if is_same(program.body, body):
         return program
     body = tree.eliminate_dead_code(renamed(body, folding.chosen), ("allocate", "view", "index"))
     gone = events_of(program.body) - events_of(body)
@@ -35,9 +36,9 @@ class _Folding:
         self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the buffer that the view selects
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
-        """Simplifies a body that the ranks of a mesh execute. Returns the body itself if nothing changes."""
+        """Simplifies a body that the ranks of a mesh execute."""
         folded = (new for i in body for new in self.folded(i, mesh))
-        return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body or tree.slot(i, "stream"))))
+        return tree.together(folded, of=lambda i: i.condition_of_body or tree.slot(i, "stream"))
 
     def folded(self, i: tree.Instruction, mesh: Mesh) -> tree.Body:
         def values(expr: Expr) -> Range:

@@ -16,9 +16,8 @@ Computation between the communications moves before the group, and instructions 
 these instructions are on one stream, so the moves delay nothing.
 """
 
-from dataclasses import replace
-
 from hostweave.analysis.def_use import def_use
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
@@ -26,7 +25,7 @@ from hostweave.options import Options
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Groups communications of one channel. Different channels need the same order on all ranks. A group does not ensure this order."""
-    return replace(program, body=_Grouping(program).body(program.body))
+    return replaced(program, body=_Grouping(program).body(program.body))
 
 
 class _Grouping:

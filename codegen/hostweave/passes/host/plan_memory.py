@@ -15,10 +15,10 @@ Offsets are computed at run time, when sizes are known.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
@@ -26,7 +26,7 @@ from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    return replace(program, body=Planner(program).body(program.body, on_caller=True))
+    return replaced(program, body=Planner(program).body(program.body, on_caller=True))
 
 
 StreamId = tuple[str, int]  # a stream: its pool and index

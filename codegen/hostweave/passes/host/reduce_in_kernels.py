@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import bodies, joined, launched
+from hostweave.host_ir.calls import bodies, launched, on_each_body
 from hostweave.host_ir.expr import Binary, Const, Symbol
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
@@ -40,7 +40,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
         return program
-    return joined([_Reducing(part, options).program() for part in parts])
+    return on_each_body(program, lambda part: _Reducing(part, options).program())
 
 
 def _block(i: ir.FromTo) -> str:

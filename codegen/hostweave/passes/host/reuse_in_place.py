@@ -17,11 +17,11 @@ at the end.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite, updated
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.types.size import product
@@ -36,7 +36,7 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in ways):
                 shared |= {src, dst}
-    return replace(program, body=tree.eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
+    return replaced(program, body=tree.eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
 
 class _Sharing:

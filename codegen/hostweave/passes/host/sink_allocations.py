@@ -13,8 +13,7 @@
 The later pass `reuse_in_place` replaces a buffer only if all uses of the buffer are in one `on` body.
 """
 
-from dataclasses import replace
-
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.passes.host.plan_memory import Planner
@@ -24,4 +23,4 @@ def sink_allocations(program: ir.HostProgram, options: Options) -> ir.HostProgra
     if not any(i.ranks for i in tree.walk(program.body)):
         return program
     planned = Planner(program).body(program.body, on_caller=True)
-    return replace(program, body=tree.rewrite(planned, lambda i: () if tree.names(i, "free") else None))
+    return replaced(program, body=tree.rewrite(planned, lambda i: () if tree.names(i, "free") else None))

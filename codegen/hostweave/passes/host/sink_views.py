@@ -9,8 +9,8 @@ before these instructions.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.expr import Coordinate, Rank, leaves
@@ -18,7 +18,7 @@ from hostweave.options import Options
 
 
 def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    return replace(program, body=_sunk(program.body))
+    return replaced(program, body=_sunk(program.body))
 
 
 def _shared(body: tree.Body) -> tree.Body:

@@ -15,15 +15,14 @@ becomes
 The pass moves only joins. Waits for events are already before the first use of the data.
 """
 
-from dataclasses import replace
-
 from hostweave.analysis.def_use import DefUse, def_use
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    return replace(program, body=_sunk(program.body, def_use(program)))
+    return replaced(program, body=_sunk(program.body, def_use(program)))
 
 
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:

@@ -12,6 +12,7 @@ with `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N] becomes
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
@@ -29,7 +30,7 @@ MIN_ELEMENTS = 1 << 16  # smallest total number of elements
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     split = _Split(program)
     body = split.body(program.body)
-    return replace(program, body=body, kernels=launched(split.kernels.values(), body))
+    return replaced(program, body=body, kernels=launched(split.kernels.values(), body))
 
 
 class _Split:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from hostweave.analysis.alignment import SIDES, Unaligned, unaligned
 from hostweave.analysis.def_use import def_use
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import names_in
 from hostweave.host_ir.expr import Const
@@ -31,7 +32,7 @@ def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram
         found = unaligned(i, types, options.figures)
         return tuple(_parts(found, {**types}, taken)) if found and not found.pitched and found.gain > 0 else None
 
-    return replace(program, body=tree.rewrite(program.body, split))
+    return replaced(program, body=tree.rewrite(program.body, split))
 
 
 def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:

@@ -1,0 +1,22 @@
+"""Keeps objects that do not change. Analyses that are cached on an object then stay valid, and comparisons take no time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """True for the same object, and for sequences of the same objects."""
+    if old is new:
+        return True
+    if not isinstance(old, tuple) or not isinstance(new, Sequence) or len(old) != len(new):
+        return False
+    return all(one is other for one, other in zip(old, new, strict=True))
+
+
+def replaced(node: T, **fields: Any) -> T:
+    """Like `dataclasses.replace`, but returns `node` itself if no field changes."""
+    is_changed = any(not is_same(getattr(node, name), value) for name, value in fields.items())
+    return replace(node, **fields) if is_changed else node  # type: ignore[type-var]
