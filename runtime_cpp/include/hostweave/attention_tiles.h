@@ -3,6 +3,7 @@
 #pragma once
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
+#include "hostweave/tensor_core.h"
 #ifndef __CUDACC__
 #include <type_traits>
 #endif
@@ -83,19 +84,6 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. Each thread of a warp has two or more elements of each
-// matrix.
-#define HW_ADD_PRODUCT(T, name)                                                                                              \
-  __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                      \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                      \
-                 : "+f"(x), "+f"(y), "+f"(z), "+f"(w)                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                        \
-  }
-HW_ADD_PRODUCT(f16, "f16")
-HW_ADD_PRODUCT(bf16, "bf16")
-#undef HW_ADD_PRODUCT
-
 // Products of 16-bit operands. The object is in shared memory, like objects of the specialisations below. A warp computes 16 rows
 // and 8 of every 16 columns, by mma.m16n8k16.
 template <class T>
@@ -122,12 +110,11 @@ class Products {
       wait_for_copies();
 #pragma unroll
       for (int k = 0; k < kTileSide; k += 16) {
-        uint32_t left[4], right[4];
-        load_matrices<false>(left, &a_[strip() + lane() % 16][k + lane() / 16 * 8]);
+        const uint4 left = load_matrices<false>(&a_[strip() + lane() % 16][k + lane() / 16 * 8]);
 #pragma unroll
         for (int j = 0; j < Of<kTileSide>; j += 4) {
-          load_matrices<false>(right, &b_[8 * j + lane() / 16 * 16 + half() + lane() % 8][k + lane() / 8 % 2 * 8]);
-          add_product(scores, j, left, right), add_product(scores, j + 2, left, right + 2);
+          add_products(scores, j, left,
+                       load_matrices<false>(&b_[8 * j + lane() / 16 * 16 + half() + lane() % 8][k + lane() / 8 % 2 * 8]));
         }
       }
     }
@@ -155,13 +142,11 @@ class Products {
       wait_for_copies();
 #pragma unroll
       for (int k = 0; k < kTileSide; k += 16) {
-        uint32_t left[4], right[4];
-        load_matrices<false>(left, &weights_[strip() + lane() % 16][k + lane() / 16 * 8]);
+        const uint4 left = load_matrices<false>(&weights_[strip() + lane() % 16][k + lane() / 16 * 8]);
 #pragma unroll
         for (int j = 0; j < Of<kTileSide>; j += 4) {
-          load_matrices<true>(right, &b_[k + lane() % 16][8 * j + lane() / 16 * 16 + half()]);
-          const int of_sums = first / 16 * kOf16 + j;
-          add_product(sums, of_sums, left, right), add_product(sums, of_sums + 2, left, right + 2);
+          add_products(sums, first / 16 * kOf16 + j, left,
+                       load_matrices<true>(&b_[k + lane() % 16][8 * j + lane() / 16 * 16 + half()]));
         }
       }
     }
@@ -203,11 +188,7 @@ class Products {
         continue;
       }
       const bool is_there = x.has(row, first + column);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                   :
-                   : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
-                     "l"(is_there ? x.at(row, first + column) : x.base), "r"(is_there ? 16 : 0)
-                   : "memory");
+      copy_to_shared(target, is_there ? x.at(row, first + column) : x.base, is_there ? 16 : 0);
     }
   }
   __device__ static void wait_for_copies() {
@@ -215,26 +196,11 @@ class Products {
     __syncthreads();
   }
 
-  // Loads four 8 x 8 matrices. Thread i passes the address of row i % 8 of matrix i / 8.
-  template <bool kTurned>
-  __device__ static void load_matrices(uint32_t (&result)[4], const T* row) {
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-    if constexpr (kTurned) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
-                   : "r"(address)
-                   : "memory");
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
-                   : "r"(address)
-                   : "memory");
-    }
-  }
-
+  // Adds the products of a and two matrices, the halves of b, to columns j to j + 3.
   template <int kColumns>
-  __device__ static void add_product(float (&sums)[kRows][kColumns], int j, const uint32_t (&a)[4], const uint32_t* b) {
-    hw::add_product(T{}, sums[0][j], sums[0][j + 1], sums[1][j], sums[1][j + 1], a, b);
+  __device__ static void add_products(float (&sums)[kRows][kColumns], int j, const uint4& a, const uint4& b) {
+    multiply_add(sums[0][j], sums[0][j + 1], sums[1][j], sums[1][j + 1], a, b.x, b.y, T());
+    multiply_add(sums[0][j + 2], sums[0][j + 3], sums[1][j + 2], sums[1][j + 3], a, b.z, b.w, T());
   }
 
   alignas(16) Matrix a_, b_, weights_;

@@ -6,6 +6,7 @@
 #include "hostweave/index.h"
 #include "hostweave/kernel.h"
 #include "hostweave/products.h"
+#include "hostweave/tensor_core.h"
 
 namespace hw {
 
@@ -40,15 +41,9 @@ __device__ inline void prefetch(const void* from, bool exists) {
 __device__ inline unsigned word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // On a tensor core, adds the product of 16 columns of weights and 8 rows of x, over 16 terms.
-__device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, bf16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
-}
-__device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
+template <class T>
+__device__ void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, T) {
+  multiply_add(sums[0], sums[1], sums[2], sums[3], w, x0, x1, T());
 }
 
 // Terms 4 i to 4 i + 3 of a 16-byte read, as 16-bit floats.

@@ -1,6 +1,7 @@
 // Tiles of operands in shared memory, and their products by mma.sync, for GPUs since Ampere.
 #pragma once
 #include "hostweave/kernel.h"
+#include "hostweave/tensor_core.h"
 
 namespace hw {
 
@@ -58,40 +59,13 @@ struct SharedTile {
       const T* const source = count > 0 ? from + row * pitch + place * 8 : from;
       T* const to = chunk(row, place);
       if (wide) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                     "l"(source), "r"(count * 2)
-                     : "memory");
+        copy_to_shared(to, source, count * 2);
       } else {
         for (int j = 0; j < 8; ++j) to[j] = j < count ? source[j] : T(0.0f);
       }
     }
   }
-
-  // Loads four 8 x 8 matrices. Thread i of a warp passes the position of row i % 8 of matrix i / 8. Each thread gets two elements
-  // of each matrix.
-  __device__ void load(unsigned (&to)[4], int row, int place) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(chunk(row, place)))));
-  }
-  __device__ void load_transposed(unsigned (&to)[4], int row, int place) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(chunk(row, place)))));
-  }
 };
-
-__device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bf16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, f16) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA, a is column-major; with
 // kTurnedB, b is column-major. Stages of kDepth terms are copied while earlier stages are multiplied.
@@ -155,30 +129,26 @@ struct TileProduct {
     const int lane = threadIdx.x % 32, in_matrix = lane % 8, matrix = lane / 8;
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
-      unsigned of_a[kWarpRows / 16][4], of_b[kWarpColumns / 16][4];
+      uint4 of_a[kWarpRows / 16], of_b[kWarpColumns / 16];
 #pragma unroll
       for (int i = 0; i < kWarpRows / 16; ++i) {
         const int m = first_row() + i * 16;
-        if constexpr (kTurnedA) {
-          a.load_transposed(of_a[i], k + matrix / 2 * 8 + in_matrix, m / 8 + matrix % 2);
-        } else {
-          a.load(of_a[i], m + matrix % 2 * 8 + in_matrix, k / 8 + matrix / 2);
-        }
+        of_a[i] = load_matrices<kTurnedA>(kTurnedA ? a.chunk(k + matrix / 2 * 8 + in_matrix, m / 8 + matrix % 2)
+                                                   : a.chunk(m + matrix % 2 * 8 + in_matrix, k / 8 + matrix / 2));
       }
 #pragma unroll
       for (int j = 0; j < kWarpColumns / 16; ++j) {
         const int n = first_column() + j * 16;
-        if constexpr (kTurnedB) {
-          b.load(of_b[j], n + matrix / 2 * 8 + in_matrix, k / 8 + matrix % 2);
-        } else {
-          b.load_transposed(of_b[j], k + matrix % 2 * 8 + in_matrix, n / 8 + matrix / 2);
-        }
+        of_b[j] = load_matrices<!kTurnedB>(kTurnedB ? b.chunk(n + matrix / 2 * 8 + in_matrix, k / 8 + matrix % 2)
+                                                    : b.chunk(k + matrix % 2 * 8 + in_matrix, n / 8 + matrix / 2));
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows / 16; ++i) {
 #pragma unroll
         for (int j = 0; j < kWarpColumns / 8; ++j) {
-          multiply_tile(sums[i][j], of_a[i], of_b[j / 2][j % 2 * 2], of_b[j / 2][j % 2 * 2 + 1], T());
+          float (&to)[4] = sums[i][j];
+          const uint4& b = of_b[j / 2];
+          multiply_add(to[0], to[1], to[2], to[3], of_a[i], j % 2 ? b.z : b.x, j % 2 ? b.w : b.y, T());
         }
       }
     }

@@ -128,8 +128,8 @@ class WarpgroupProducts {
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)
       : p_(p),
         maps_(maps),
-        stages_((address(shared) + 1023) & ~1023u),
-        barriers_(address(barriers)),
+        stages_((shared_address(shared) + 1023) & ~1023u),
+        barriers_(shared_address(barriers)),
         warpgroup_(warpgroup_of_block() - 1) {
     static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
     if (threadIdx.x == 0) {
@@ -209,7 +209,6 @@ class WarpgroupProducts {
   int warpgroup_;  // number among the warpgroups that multiply
   float sums_[kColumns / 8][4];
 
-  __device__ static unsigned address(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
   __device__ static int thread() { return threadIdx.x - 128; }  // number among the threads that multiply
   __device__ static bool is_storing() { return threadIdx.x % 128 == 0; }
   __device__ PhaseBarrier filled(int stage) const { return {barriers_ + stage * 8}; }
