@@ -134,7 +134,7 @@ class NumpyLibrary(ArrayLibrary):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        if isinstance(array, np.ma.MaskedArray):  # the mask is not part of the key
+        if self.gives_copies or isinstance(array, np.ma.MaskedArray):  # a mask is not part of the key
             return None
         at = array.__array_interface__
         return array.dtype, at["shape"], at["strides"], at["data"]  # data has the address and the read-only flag
@@ -198,9 +198,6 @@ class _Jax(NumpyLibrary):
 
     gives_copies: bool = True
 
-    def state(self, array: Array) -> tuple[Any, ...] | None:
-        return None
-
     def accept(self, array: Array) -> Array:
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi()")
@@ -224,9 +221,6 @@ class _AnyDLPack(NumpyLibrary):
         except Exception:  # the library may raise any exception
             namespace = np
         self._namespace = namespace if hasattr(namespace, "from_dlpack") else np
-
-    def state(self, array: Array) -> tuple[Any, ...] | None:
-        return None
 
     def accept(self, array: Array) -> Array:
         try:
