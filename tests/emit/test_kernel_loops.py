@@ -232,6 +232,16 @@ def test_sums_of_gathered_rows_are_vectorised() -> None:
     assert rows.count("hw::load<kWidth>(x") == 1
 
 
+def test_values_of_a_term_stay_in_the_loop_over_terms() -> None:
+    """A value that is the same for all terms of a sum is computed before the loop. A divisor of each term is computed inside."""
+
+    text = kernels(lambda x, a, b, c: hw.sum(x / b * (a / b) * c, 0), x=hw.f32[4, "N"], a=hw.f32[4, 1], b=hw.f32[4, 1], c=hw.f32[1, 1])
+    before, inside = text.split("for (int64_t i = 0; i < 4; ++i) {")
+    of_term, of_element = inside.split("#pragma unroll")[:2]
+    assert [part.count("c[0]") for part in (before, of_term, of_element)] == [1, 0, 0]
+    assert [part.count("b[i]") for part in (before, of_term, of_element)] == [0, 1, 0]
+
+
 def test_sums_of_few_contiguous_terms_are_not_vectorised() -> None:
     assert "kWidth" not in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4])
 

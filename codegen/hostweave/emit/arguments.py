@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter, OperandBuffer
+from hostweave.emit.layout import Guarded, guarded
 from hostweave.emit.meshes import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -29,6 +30,12 @@ class SizeBinding:
         self.divisor = 1 if is_multiple else multiple
         of_it = (part for part in parts_of(program) if part.size.name == binding.name)
         self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from this size
+
+    def lines(self) -> Iterator[str]:
+        yield f"const int64_t {self.name} = {self.value};"
+        if self.divisor > 1:
+            yield f'hw::expect_divisible("{self.label}", {self.name}, {self.divisor});'
+        yield from (f"const int64_t {part.name} = {part.value};" for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,17 @@ class CheckedArgument:
     def member(self) -> str:
         return self.path.rpartition(".")[2]
 
-    @property
-    def has_named_dims(self) -> bool:
-        """True if dtype and shape in C++ do not state the type: a dim is symbolic, or a bool is stored as a byte."""
-        return self.buffer.type.dtype.name == "bool" or not all(size.is_int for size in self.buffer.type.shape)
+    def statements(self) -> Iterator[Guarded]:
+        """The check of the tensor, and declarations of the sizes that it binds. They precede a check that needs all sizes."""
+        type = self.buffer.type
+        # dtype and shape in C++ do not state the type if a dim is symbolic, or if a bool is stored as a byte
+        named = f', "{type}"' if type.dtype.name == "bool" or not all(size.is_int for size in type.shape) else ""
+        shape = self.shape if self.again else self.pattern
+        check = f"{self.path}.expect({self.label}, {self.dtype}, {shape}, rank_.device(){named});"
+        if self.memory:
+            check = f"HW_CHECK(hw::take_over({self.label}, {self.memory}, {self.path}, caller));"
+        sizes = [("", line) for size in self.sizes for line in size.lines()]
+        yield from (*sizes, (self.on, check)) if self.again else ((self.on, check), *sizes)
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,20 @@ class CheckedInTurn:
     name: str  # C++ reference to this struct
     members: tuple[CheckedArgument, ...]
 
+    def statements(self) -> Iterator[Guarded]:
+        yield "", f"for (int64_t {self.index} = 0; {self.index} < {self.count}; ++{self.index}) {{"
+        yield "", f"const auto& {self.name} = {self.path};"
+        for member in self.members:
+            yield from member.statements()
+        yield "", "}"
 
-def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
+
+def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> str:
+    """C++ that checks inputs or outputs, and binds sizes."""
+    return guarded(line for check in _checks_of(arguments, context) for line in check.statements())
+
+
+def _checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
     """Checks of inputs or outputs. A loop checks the tensors of parameter groups. If a group binds sizes, its first tensor is also checked
     before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
@@ -108,7 +134,8 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
             index, each, members = context.index, context.element, list[CheckedArgument]()
             for member in (member for member in arguments if member.parameter in structs.groups):
                 name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
-                members.append(replace(member, path=f"{each}.{structs.members[name]}", label=structs.label(name, index), memory=memory))
+                path, label = f"{each}.{structs.members[name]}", structs.label(name, index)
+                members.append(replace(member, path=path, label=label, memory=memory, sizes=(), again=True))
             yield CheckedInTurn(index, structs.count, structs.at(index), each, tuple(members))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import C_FUNCTIONS, EmittedKernel, KernelEmitter
+from hostweave.emit.layout import guarded
 from hostweave.emit.names import CppNames
 from hostweave.emit.plans import Products
 from hostweave.emit.products import ProductEmitter, multiplies
@@ -107,19 +108,19 @@ class ProgramContext:
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
         self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their C++ without names
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...], int], LaunchedKernel] = {}  # keyed by the arguments of `launched`
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
-    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...], receivers: int = 0) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. If `receivers` is not 0, the kernel sends its result to this number of ranks.
-        Kernels that differ only in names share the definition of the first kernel."""
-        if (kernel, buffers, receivers) not in self.launches:
-            name = self.names.of(f"{kernel.name}_sent" if receivers else kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
+    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
+        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first
+        kernel."""
+        if (kernel, buffers) not in self.launches:
+            name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (
                 ProductEmitter(kernel, buffers, self.integers, name)
                 if multiplies(kernel)
-                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name, receivers)
+                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name)
             )
             if emitter.key not in self.kernels:
                 self.kernels[emitter.key] = emitter.emit()
@@ -127,8 +128,8 @@ class ProgramContext:
             if name != shared.name and note not in shared.comments:
                 shared.comments += (note,)
             sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
-            self.launches[kernel, buffers, receivers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
-        return self.launches[kernel, buffers, receivers]
+            self.launches[kernel, buffers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
+        return self.launches[kernel, buffers]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:
         if channel.name not in self.channels:
@@ -158,6 +159,11 @@ class ProgramContext:
         if ranks not in self.flags:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
+
+    def plans_prepared(self) -> str:
+        """C++ that prepares the plans that this rank needs."""
+        plans = self.plans.items()
+        return guarded((self.condition_of_plan(key), f"{plan.member}.prepare({', '.join(plan.prepared_with)});") for key, plan in plans)
 
     def condition_of_plan(self, key: PlanKey) -> str:
         """C++ condition under which a plan is needed. Empty if the plan is always needed, or if its uses have different conditions."""

@@ -150,9 +150,9 @@ class CppExprPrinter:
         return text
 
     def factor(self, size: Size) -> str:
-        """Returns the C++ of a size as a factor of a product, in parentheses if needed."""
+        """Returns the C++ of a size as the last factor of a product, in parentheses unless the size is a product too."""
         text = self.size(size)
-        return f"({text})" if " " in text else text
+        return f"({text})" if {*"/+-"} & {*text.split()} else text
 
     def first_factor(self, size: Size) -> str:
         """Returns the C++ of a size as the first factor of a product or as a dividend."""

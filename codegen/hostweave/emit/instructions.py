@@ -240,15 +240,18 @@ class Emitter:
         types = [self.type_of(name) for name in operands_of(i)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i, types)
         name = self.context.products.name(i, types)
-        return self.planned("MatmulPlan", name, made_with, lambda: tuple(map(self.integers.strided, types[:3])))
+        return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
-    def planned(self, kind: str, name: str, made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """C++ member that holds a plan. Instructions with equal arguments share one plan."""
+    def planned(self, kind: str, names: Sequence[str], made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
+        """C++ member that holds a plan, named by the first of `names` that no other plan has. Instructions with equal arguments share one
+        plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
         if key not in plans:
-            member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
+            taken = {plan.member for plan in plans.values()}
+            free = (name for name in names if f"plan_{name}_" not in taken)
+            member = self.members.of(f"plan_{next(free, names[0])}", f"plan {len(plans)}")
             plans[key] = Plan(member, *key)
         self.context.uses_of_plan.setdefault(key, set()).add((self.integers.mesh, self.sizes_given))
         return plans[key].member
@@ -256,7 +259,7 @@ class Emitter:
     def emit_grouped(self, i: ir.Grouped) -> str:
         types = [self.type_of(name) for name in (i.x, i.other, i.dst)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name]
-        plan = self.planned("GroupedPlan", self.buffers[i.dst].root, made_with, lambda: tuple(map(self.integers.strided, types)))
+        plan = self.planned("GroupedPlan", (self.buffers[i.dst].root,), made_with, lambda: tuple(map(self.integers.strided, types)))
         first = self.expr(i.first) if i.first not in (None, Const(0)) else ""
         return lay_out("Grouped", e=self, i=i, plan=plan, first=first)
 
@@ -272,7 +275,8 @@ class Emitter:
         made_with = attention_made_with(i, self.type_of(i.q), blind, self.streams)
         prepared_with = partial(attention_prepared_with, i, operands, beside, self.type_of, self.integers)
         name = self.context.products.result(dst, def_use(self.program))
-        plan = self.planned(f"{type(i).__name__}Plan", name, made_with, prepared_with)
+        names = (name, f"{name}_{'not_' if i.diagonal is None else ''}causal", f"{name}_of_{i.q}")
+        plan = self.planned(f"{type(i).__name__}Plan", names, made_with, prepared_with)
         return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def emit_launch(self, i: ir.Launch) -> str:
@@ -280,7 +284,14 @@ class Emitter:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
         lies_in = dict(updated(i, self.context.declared, ()))  # if an operand is updated in place, the result is passed instead
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
-        return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts, sent_on=i.sent_on)
+        kernel = self.context.declared[i.kernel]
+        if not i.sent_on:
+            return self.launch_of(kernel, srcs, i.dsts)
+        channel, (y,) = self.program.channel(i.sent_on), i.dsts
+        kernel = replace(kernel, name=f"{kernel.name}_sent", receivers=channel.size)
+        block = self.integers.size(product(self.type_of(y).shape) // channel.size)
+        blocks = f"{self.context.exchange(channel)}.sent<{self.type_of(y).dtype.cpp}, {channel.size}>({self.text(y)}, {block})"
+        return self.launch_of(kernel, srcs, i.dsts, last=(blocks,))
 
     def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
@@ -295,17 +306,14 @@ class Emitter:
         dsts: Sequence[str],
         launch: str = "launch_pdl",
         first: Sequence[str] = (),
-        sent_on: str = "",
+        last: Sequence[str] = (),
     ) -> str:
-        """Returns the launch of a generated kernel. `first` replaces the argument of the first buffer."""
+        """Returns the launch of a generated kernel. `first` replaces the argument of the first buffer, and `last` that of the last one."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
-        ranks = self.program.channel(sent_on).size if sent_on else 0
-        emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types), ranks)
-        buffers = self.texts([*srcs, *dsts])[bool(first) :]
-        if ranks:
-            exchange, block = self.context.exchange(self.program.channel(sent_on)), self.integers.size(product(types[-1].shape) // ranks)
-            buffers[-1] = f"{exchange}.sent<{types[-1].dtype.cpp}, {ranks}>({buffers[-1]}, {block})"
-        arguments = (*first, *buffers, *map(self.integers.size, emitted.sizes))
+        emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types))
+        buffers = self.texts([*srcs, *dsts])
+        own = buffers[bool(first) : len(buffers) - bool(last)]
+        arguments = (*first, *own, *last, *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:

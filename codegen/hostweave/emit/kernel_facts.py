@@ -25,7 +25,7 @@ class KernelFacts:
     printer = LoopPrinter
     own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls that the kernel begins with
 
-    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str, receivers: int = 0):
+    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
         self.ir, self.kernel, self.ops, self.walked, self.name = loops, kernel, kernel.ops, loops.space, name
         self.types = kernel.types
@@ -35,7 +35,6 @@ class KernelFacts:
         self.terms = (
             {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
         )  # input -> number of ranks that send terms or blocks
-        self.receivers = receivers  # number of ranks to which the kernel sends blocks of its result, or 0
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -95,7 +94,7 @@ class KernelFacts:
             tuple(map(of_op, self.ir.kernel.ops)),
             tuple((self.types[name].dtype, name in self.ir.outside) for name in self.ir.inputs),
             tuple(values[name] for name in self.results),
-            *(dims, len(self.ir.kept), walks, chosen, lanes, self.receivers),
+            *(dims, len(self.ir.kept), walks, chosen, lanes, self.kernel.receivers),
             tuple(map(of, self.used_sizes)),
         )
 
@@ -147,7 +146,7 @@ class KernelFacts:
         """C++ type of the kernel's parameter for an input or result."""
         cpp = self.types[name].dtype.cpp
         if name in self.results:
-            return f"hw::SentBlocks<{cpp}, {self.receivers}>" if self.receivers else f"{cpp}*"
+            return f"hw::SentBlocks<{cpp}, {self.kernel.receivers}>" if self.kernel.receivers else f"{cpp}*"
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
@@ -158,7 +157,7 @@ class KernelFacts:
             for name, pointer in pointers.items():
                 shape, strides = self.extent(self.lies[name])
                 extent = f"{integers.shape(shape)}, {integers.shape(strides)}" if strides else integers.size(*shape)
-                yield pointer if name in self.terms or (self.receivers and verb == "writes") else f"hw::{verb}({pointer}, {extent})"
+                yield pointer if name in self.terms or (self.kernel.receivers and verb == "writes") else f"hw::{verb}({pointer}, {extent})"
 
     def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
         """Dims and strides of a view. For a contiguous buffer, the number of elements and no strides."""

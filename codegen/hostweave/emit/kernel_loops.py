@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hostweave.analysis.kernel_indices import Span
-from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter, Word
 from hostweave.emit.names import CppNames
 from hostweave.fusion_ir.ir import Op
@@ -88,7 +87,7 @@ class LoopPrinter:
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
-        self.integers = _with_outermost(loops, integers)
+        self.integers = _with_outermost(loops, integers, names)
         self.names = {dim: Word(names.of(letter, "index")) for dim, letter in loops.letters().items()}
         self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else Word(names.of("element", "index"))
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
@@ -269,14 +268,14 @@ class LoopPrinter:
 
     def divisor(self, size: Size) -> str:
         """C++ of a divisor, converted to the type of the linear index."""
-        return self.integers.factor(size) if size.is_int or self.ir.index != "Index" else f"Index({self.integers.size(size)})"
+        text = self.integers.size(size)
+        return text if size.is_int else f"Index({text})" if self.ir.index == "Index" else f"({text})" if " " in text else text
 
 
-def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
+def _with_outermost(loops: Loops, integers: CppExprPrinter, names: CppNames) -> CppExprPrinter:
     """Returns a printer that expresses multiples of the outermost size by one parameter of the kernel."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())
     at = next(i for i, (atom, _) in enumerate(sizes) if atom in loops.outer.atoms)
-    free = claim_unique(OUTERMOST, set(integers.sizes.values()))
-    return replace(integers, sizes=dict([*sizes[:at], (OUTERMOST, free), *sizes[at:]]))
+    return replace(integers, sizes=dict([*sizes[:at], (OUTERMOST, names.of("rows", OUTERMOST)), *sizes[at:]]))

@@ -57,15 +57,15 @@ class EmittedKernel:
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # the parameter with the terms or blocks of all ranks, which the kernel exchanges or sends
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
-        if of.receivers:
+        if of.kernel.receivers:
             (self.terms,) = of.results.values()
 
 
 class KernelEmitter(KernelFacts):
     """Emits one kernel. Rows in registers are loaded before the first loop, so that no load waits for a reduction."""
 
-    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str, receivers: int = 0):
-        super().__init__(loops, integers, name, receivers)
+    def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
+        super().__init__(loops, integers, name)
         self.row = Section(self)  # statements outside the innermost loops
 
     def emit(self) -> EmittedKernel:
@@ -114,11 +114,10 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Section for the innermost loop. No statement is hoisted out of the loop if each element of a vector has a separate
-        accumulator."""
-        return (
-            Section(self, width=self.ir.width, around=Section(self)) if self.ir.has_wide_totals else Section(self, self.row, self.ir.width)
-        )
+        """Section for the innermost loop. This is the loop over a vector if each element of the vector has a separate accumulator."""
+        if not self.ir.has_wide_totals:
+            return Section(self, self.row, self.ir.width)
+        return Section(self, width=self.ir.width, around=Section(self, self.row, is_around=True))
 
     def nest(self, walk: Walk, is_last: bool) -> Nest:
         section = self.section()

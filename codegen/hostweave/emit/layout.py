@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -12,6 +13,7 @@ from hostweave.emit.cpp import quoted
 
 COLUMNS = 130
 INDENT = "  "
+Guarded = tuple[str, str]  # condition, statement
 
 
 def format_cpp(text: str) -> str:
@@ -172,6 +174,17 @@ def _environment() -> Environment:
     )
     environment.filters |= {"braced": braced, "lines": _lines, "quoted": quoted}
     return environment
+
+
+def guarded(statements: Iterable[Guarded]) -> str:
+    """Lays out statements, each under a condition or under "". Neighbours with one condition share a block."""
+    text = ""
+    for condition, group in groupby(statements, key=itemgetter(0)):
+        lines = [line for _, line in group]
+        if condition:
+            lines = [f"if ({condition}) {{", *lines, "}"] if len(lines) > 1 else [f"if ({condition}) {lines[0]}"]
+        text += _lines(lines)
+    return text
 
 
 def braced(items: Iterable[str]) -> str:

@@ -90,10 +90,10 @@ class ProgramSources:
         with integers.noting() as used:
             self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
-        self.checks = tuple(checks_of(self.inputs, context))
+        self.checks = checks_of(self.inputs, context)
         self.outputs = tuple(argument(program, p, emitter, {*sizes, *depths}) for p in program.outputs)
-        self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
-        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in donated memory
+        self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
+        self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
         unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has the parts of symbolic sizes
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
@@ -170,8 +170,8 @@ class ProgramSources:
         return [
             *(("const bool", flag, is_in, f"this rank is in {mesh}") for flag, is_in, mesh in flags),
             *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),
-            *(("hw::Streams", context.streams[p.name], f'rank, "{p.name}", {p.count}', f"{p.name}[{p.count}]") for p in self.ir.streams),
-            *(("hw::Events", context.events[p.name], f"{p.count}", f"{p.name}[{p.count}]") for p in self.ir.events),
+            *(("hw::Streams", context.streams[p.name], f'rank, "{p.name}", {p.count}', _counted(p, "stream")) for p in self.ir.streams),
+            *(("hw::Events", context.events[p.name], f"{p.count}", _counted(p, "event")) for p in self.ir.events),
             *((f"hw::{plan.kind}", plan.member, ", ".join(("rank", *plan.made_with)), "") for plan in context.plans.values()),
             *(("hw::TermExchange", member, f"rank, {channel}", f"of {channel}") for channel, member in context.exchanges.items()),
             (f"hw::{self.arena}", "arena_", *((f"{{{windows}}}", peers) if windows else (calls, ""))),
@@ -181,6 +181,10 @@ class ProgramSources:
 def _lookup(channel: ChannelMember) -> str:
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
+
+
+def _counted(pool: ir.Streams | ir.Events, word: str) -> str:
+    return f"{pool.count} {word}{'s' * (pool.count != 1)}"
 
 
 def _ranks_of(channel: ChannelMember) -> str:

@@ -30,11 +30,14 @@ class Section:
     """Statements of one scope. A value is computed at the first use, or outside of loops that do not change the value.
 
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. Statements
-    are hoisted to `around`, the section outside of this loop.
+    are hoisted to `around`, the section outside of this loop. `is_around` is True for such a section in a loop nest.
     """
 
-    def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):
-        self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
+    def __init__(
+        self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None, is_around: bool = False
+    ):
+        self.kernel, self.outer, self.around, self.is_wide, self.is_around = kernel, outer or around, around, width > 1, is_around
+        self.hoisted = kernel.ir.outside_nests if is_around else kernel.ir.outside  # values that the outer section computes
         self.texts: dict[str, str] = {}  # value -> C++
         self.loads: dict[str, str] = {}  # input -> local variable with a vector
         self.own = ""  # name of a value, or "": this section computes a row of the value for the registers
@@ -143,7 +146,7 @@ class Section:
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
         """C++ of a value in its compute type. This is the expression, if the value is used once and the expression is short or assigned to
         a variable. Otherwise this is a local variable, which the first use declares."""
-        if self.outer and name in self.kernel.ir.outside:
+        if self.outer and name in self.hoisted:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
             path = [(name, self.operands(name))]  # a loop, because a chain of ops may exceed Python's recursion limit
@@ -173,7 +176,7 @@ class Section:
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
             tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands
-            yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
+            yield from (o for o in tensors if not self.outer or o not in self.hoisted)
 
     def is_local(self, result: str) -> bool:
         return bool(self.kernel.uses[result]) and isinstance(self.value(result), Word)
@@ -206,13 +209,15 @@ class Section:
         return local
 
     def local(self, name: str) -> str:
-        """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector."""
-        if name not in self.kernel.pointers and name not in self.kernel.results:
-            return self.kernel.names.of(name, "local")
-        access = name if name in self.kernel.pointers else stored(name)
-        if self.is_wide and access in self.kernel.ir.packed:
-            return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", f"element of {name}")
-        return self.kernel.names.of(self.kernel.indexed(name, access), f"element of {name}")
+        """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector or of
+        its accumulators."""
+        kernel, lane = self.kernel, self.kernel.loops.lane
+        access = stored(name) if name in kernel.results else name
+        if self.is_wide and (access in kernel.ir.packed or (name in kernel.totals and kernel.ir.has_wide_totals)):
+            return kernel.names.of(f"{name}_{lane}", f"element of {name}")
+        if name not in kernel.pointers and name not in kernel.results:
+            return kernel.names.of(name, "local")
+        return kernel.names.of(kernel.indexed(name, access), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
         """C++ of a value, and True if this C++ may be nested in another expression."""
@@ -296,7 +301,7 @@ class Section:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         value = self.rounded if OPS[op.kind].rounds_operands else self.value
         texts = [value(o) if isinstance(o, str) else number(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
-        if self.outer and OPS[op.kind].prepared and op.operands[-1] in self.kernel.ir.prepared:
+        if self.outer and OPS[op.kind].prepared and op.operands[-1] in {*self.kernel.ir.prepared} & {*self.hoisted}:
             texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
@@ -319,7 +324,10 @@ class Section:
         is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
         if is_read and not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
             return "".join(f"{condition} ? {value} : " if condition else value for condition, _, value in branches)
-        local, type = Word(kernel.names.of(op.result.name, "joined")), dtype.cpp if is_moved else compute_type(dtype)
+        name = op.result.name
+        if name in kernel.results:  # a vector in the compute type is converted to another vector before the store
+            name = kernel.indexed(name, stored(name)) if is_moved or not self.is_wide else f"{name}_values"
+        local, type = Word(kernel.names.of(name, "joined")), dtype.cpp if is_moved else compute_type(dtype)
         into = self.begin if self.is_wide else self.lines
         into.append(f"hw::Values<{type}, kWidth> {local};" if self.is_wide else f"{type} {local};")
         for i, (condition, one, value) in enumerate(branches):
@@ -340,7 +348,7 @@ class Section:
     def index_of(self, op: Op) -> tuple[str, str]:
         """Index at which a gathering op reads the operand, and the C++ condition that this rank has the index. The condition is "" if the
         rank has all rows."""
-        if self.outer and not self.kernel.ir.moves_inside(op):
+        if self.outer and not self.is_around and not self.kernel.ir.moves_inside(op):
             return self.outer.index_of(op)
         if (name := f"{op.result.name} index") not in self.texts:
             self.texts[name] = self.number_in_order(op) if gathers_in_order(op) else self.value(op.tensors[1])

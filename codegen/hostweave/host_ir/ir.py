@@ -58,7 +58,8 @@ class Parameter:
 class Kernel:
     """A generated kernel of ops on local tensors, such as pointwise ops and reductions.
 
-    `ends` is the reason why the kernel is not fused with the consumers of its results, or "".
+    `ends` is the reason why the kernel is not fused with the consumers of its results, or "". `receivers` is the number of ranks to which
+    the kernel itself sends blocks of its only result, or 0.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Kernel:
     ops: tuple[Op, ...]
     returned: tuple[str, ...] = ()  # names of the results; empty if the value of the last op is the only result
     ends: str = field(default="", compare=False)
+    receivers: int = 0
 
     @cached_property
     def made(self) -> Mapping[str, Op]:

@@ -234,6 +234,11 @@ class Loops:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)
 
+    @property
+    def outside_nests(self) -> tuple[str, ...]:
+        """Values of `outside` that are the same in all iterations of the loops over the reduced dims."""
+        return tuple(name for name in self.outside if not self.space.is_whole(name))
+
     # --- text ---
 
     def letters(self) -> dict[LoopDim, str]:

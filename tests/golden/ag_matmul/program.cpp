@@ -47,10 +47,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
-    const auto* x_i = x + i * (m * K);
+    const auto* x_i = x + i * m * K;
     auto* x_resharded = x_resharded_[i];
     HW_CHECK(ncclAllGather(x_i, x_resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
-    auto* y_i = y + i * (4 * m * N);
+    auto* y_i = y + i * 4 * m * N;
     HW_CHECK(plan_y_.multiply(x_resharded, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));

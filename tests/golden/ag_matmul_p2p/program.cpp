@@ -58,7 +58,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSend(x, m * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* y_i = y + p * (m * N);
+    auto* y_i = y + p * m * N;
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }

@@ -59,7 +59,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // h_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use h_
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -70,7 +70,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       if (i % 2 == 0) {
-        HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // h_gathered_
+        HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // before use of h_gathered_
       }
       HW_CHECK(cudaMemcpyAsync(h_gathered_i, arena_.on_peer(channel_x_, p, h_i), M / 8 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
@@ -87,10 +87,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // h_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use h_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // h_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of h_
     }
   }
   HW_CHECK(ring_.join(caller));

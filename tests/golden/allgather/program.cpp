@@ -34,7 +34,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * N;
-    auto* y_i = y + i * (4 * N);
+    auto* y_i = y + i * 4 * N;
     HW_CHECK(ncclAllGather(x_i, y_i, N, ncclBfloat16, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));

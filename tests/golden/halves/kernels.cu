@@ -14,17 +14,17 @@ __global__ void negative_concat_joined(const hw::bf16* x_sliced_2, const hw::bf1
     for (Index element : hw::over_grid<1, Index>(11 * M_x)) {
       const int64_t i = element / 11;
       const int64_t j = element % 11;
-      float joined_1;
+      float joined_element;
       if (j < 4) {
-        joined_1 = float(x_sliced[i * 8 + j]);
+        joined_element = float(x_sliced[i * 8 + j]);
       } else if (j < 8) {
-        joined_1 = -float(x_sliced_2[i * 8 + (j - 4)]);
+        joined_element = -float(x_sliced_2[i * 8 + (j - 4)]);
       } else if (j < 10) {
-        joined_1 = float(h_sliced[i * 3 + (j - 8) * 2]);
+        joined_element = float(h_sliced[i * 3 + (j - 8) * 2]);
       } else {
-        joined_1 = float(h_sliced_2[i * 3]);
+        joined_element = float(h_sliced_2[i * 3]);
       }
-      joined[element] = hw::bf16(joined_1);
+      joined[element] = hw::bf16(joined_element);
     }
   };
   if (hw::fits_int32(11 * M_x)) {
@@ -43,14 +43,14 @@ __global__ void relu_pad_relu_x_padded(const hw::bf16* x_sliced_3, hw::bf16* rel
     for (Index element : hw::over_grid<1, Index>(3 * M_x)) {
       const int64_t i = element / 3;
       const int64_t j = element % 3;
-      float relu_x_padded_1;
+      float relu_x_padded_element;
       if (j >= 1 && j < 3) {
         const float x_sliced_3_ij = float(x_sliced_3[i * 8 + (j - 1)]);
-        relu_x_padded_1 = x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij;
+        relu_x_padded_element = x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij;
       } else {
-        relu_x_padded_1 = 1.0f;
+        relu_x_padded_element = 1.0f;
       }
-      relu_x_padded[element] = hw::bf16(relu_x_padded_1);
+      relu_x_padded[element] = hw::bf16(relu_x_padded_element);
     }
   };
   if (hw::fits_int32(3 * M_x)) {

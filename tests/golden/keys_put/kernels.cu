@@ -11,21 +11,21 @@ __global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* 
     for (Index element : hw::over_grid<kWidth, Index>(64 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<hw::bf16, kWidth> y_packed_1;
+      hw::Values<hw::bf16, kWidth> y_packed_element;
       if (j < 64) {
         const auto k_ij = hw::load<kWidth>(k + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_1[e] = k_ij[e];
+          y_packed_element[e] = k_ij[e];
         }
       } else {
         const auto v_ij = hw::load<kWidth>(v + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_1[e] = v_ij[e];
+          y_packed_element[e] = v_ij[e];
         }
       }
-      hw::store(y_packed + element, y_packed_1);
+      hw::store(y_packed + element, y_packed_element);
     }
   };
   if (hw::aligned(k, v, y_packed) && hw::fits_int32(64 * S)) {
@@ -83,8 +83,8 @@ __global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, floa
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_lse_e = y_lse_ij[e];
-          const float y_max_1 = y_max[e];
-          const float y_maximum_e = (y_max_1 > -1e+30f || y_max_1 != y_max_1) ? y_max_1 : -1e+30f;
+          const float y_max_e = y_max[e];
+          const float y_maximum_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
           const float y_subtract = y_lse_e - y_maximum_e;
           const float y_exp = expf(y_subtract);
           sum[e] += y_exp;
@@ -94,8 +94,8 @@ __global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, floa
       hw::Values<float, kWidth> y_sum_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_max_1 = y_max[e];
-        const float y_maximum_e = (y_max_1 > -1e+30f || y_max_1 != y_max_1) ? y_max_1 : -1e+30f;
+        const float y_max_e = y_max[e];
+        const float y_maximum_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
         y_maximum_j[e] = y_maximum_e;
         y_sum_j[e] = sum[e];
       }
@@ -153,13 +153,13 @@ __global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
       const int64_t i = element / 64;
+      const float y_sum_i = y_sum[i];
+      const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
       auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 4; ++j) {
-        const float y_sum_i = y_sum[i];
-        const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
         const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
         const bool y_greater = y_divide > 0.0f;
-        const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
+        const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * 32 * S + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_multiply = y_blocks_elementj.f32(e) * y_divide;

@@ -12,7 +12,7 @@ Program::Program(hw::Rank& rank)
       puts_(rank, "puts", 1),
       arrived_(4),
       plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
-      plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
+      plan_y_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(concat_y_packed));
   HW_CHECK(hw::load(fill_y_lse));
@@ -36,8 +36,8 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_blocks_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
                            hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
-    plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
-                             hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
+    plan_y_blocks_not_causal_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
+                                      hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
     // - keys_, y_maximum_
@@ -73,16 +73,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use y_packed_
     }
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    auto* keys_i = keys_ + p * (64 * S);
+    auto* keys_i = keys_ + p * 64 * S;
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // keys_
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // before use of keys_
       HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 64 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -93,12 +93,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
     auto* y_packed_chunk = p == rank_x ? y_packed_ : keys_i;
     auto* y_values_i = y_packed_chunk + 64;
-    auto* y_blocks_i = y_blocks_ + p * (32 * S);
+    auto* y_blocks_i = y_blocks_ + p * 32 * S;
     auto* y_lse_i = y_lse_ + p * (S / 2);
     if (p == rank_x) {
       HW_CHECK(plan_y_blocks_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else if (p < rank_x) {
-      HW_CHECK(plan_y_blocks_1_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
+      HW_CHECK(plan_y_blocks_not_causal_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
       HW_CHECK(hw::launch_pdl(fill_y_lse, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
@@ -107,10 +107,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use y_packed_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // y_packed_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of y_packed_
     }
   }
   HW_CHECK(ring_.join(caller));

@@ -45,8 +45,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
-    const auto* x_i = x + i * (m * K);
-    auto* y_i = y + i * (m * N);
+    const auto* x_i = x + i * m * K;
+    auto* y_i = y + i * m * N;
     HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
     HW_CHECK(ncclAllReduce(y_i, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }

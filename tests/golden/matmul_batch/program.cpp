@@ -43,8 +43,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < B; ++i) {
     const hw::Stream stream = ring_[i];
-    const auto* x_i = x + i * (M * K);
-    auto* y_i = y + i * (M * N);
+    const auto* x_i = x + i * M * K;
+    auto* y_i = y + i * M * N;
     HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));

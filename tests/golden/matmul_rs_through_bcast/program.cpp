@@ -47,11 +47,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
-    const auto* x_i = x + i * (4 * m * K);
+    const auto* x_i = x + i * 4 * m * K;
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
     // seeds.py:46  return hw.reshard(partial, S, f"{D}@x", "m", "N").stream(0)
-    auto* y_i = y + i * (m * N);
+    auto* y_i = y + i * m * N;
     HW_CHECK(ncclReduceScatter(matmul_w, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));

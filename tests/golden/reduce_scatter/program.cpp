@@ -33,7 +33,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
-    const auto* x_i = x + i * (4 * N);
+    const auto* x_i = x + i * 4 * N;
     auto* y_i = y + i * N;
     HW_CHECK(ncclReduceScatter(x_i, y_i, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }

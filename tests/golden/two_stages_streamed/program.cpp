@@ -27,14 +27,14 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t N = in.up1.global_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
-  if (on_ranks_0_1_)
+  if (on_ranks_0_1_) {
     in.up1.expect("up1", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device(), "bf16[K, local(N, x on ranks 0, 1)]");
-  if (on_ranks_0_1_)
     in.down1.expect("down1", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device(), "bf16[local(N, x on ranks 0, 1), K]");
-  if (on_ranks_2_3_)
+  }
+  if (on_ranks_2_3_) {
     in.up2.expect("up2", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device(), "bf16[K, local(N, x on ranks 2, 3)]");
-  if (on_ranks_2_3_)
     in.down2.expect("down2", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device(), "bf16[local(N, x on ranks 2, 3), K]");
+  }
   return {M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3};
 }
 
@@ -43,10 +43,14 @@ OutputShapes Program::prepare(const Inputs& in) {
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
   if (prepared_ != sizes) {
     prepared_.reset();  // stays empty if an error follows
-    if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
-    if (on_ranks_0_1_) plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
-    if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
-    if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
+    if (on_ranks_0_1_) {
+      plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
+      plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
+    }
+    if (on_ranks_2_3_) {
+      plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
+      plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
+    }
     hw::MemoryPlan memory;
     if (on_ranks_2_3_) {
       memory.allocate(arrived_, M * K);

@@ -15,7 +15,7 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
       const int64_t k = element % Index(8 * S);
       const int64_t k_in_order_pieces_from = j ? 3 - l : l;
       const auto k_in_order_pieces_elements =
-          hw::load<kWidth>(k_in_order_halves + i * (16 * S) + j * (8 * S) + k_in_order_pieces_from * (32 * S) + k);
+          hw::load<kWidth>(k_in_order_halves + i * 16 * S + j * 8 * S + k_in_order_pieces_from * 32 * S + k);
       hw::store(k_in_order_pieces + element, k_in_order_pieces_elements);
     }
   };
@@ -42,26 +42,26 @@ __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_fi
       const int64_t i = element / Index(64 * S);
       const int64_t k = element / Index(32 * S) % 2;
       const int64_t j = element % Index(32 * S);
-      hw::Values<float, kWidth> dk_before_concat_1;
+      hw::Values<float, kWidth> dk_before_concat_values;
       if (k < 1) {
-        const auto dk_before_first_half_ij = hw::load<kWidth>(dk_before_first_half + i * (64 * S) + j);
-        const auto dk_before_first_partial_ij = hw::load<kWidth>(dk_before_first_partial + i * (32 * S) + j);
+        const auto dk_before_first_half_ij = hw::load<kWidth>(dk_before_first_half + i * 64 * S + j);
+        const auto dk_before_first_partial_ij = hw::load<kWidth>(dk_before_first_partial + i * 32 * S + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float dk_before_add = dk_before_first_half_ij.f32(e) + dk_before_first_partial_ij.f32(e);
-          dk_before_concat_1[e] = dk_before_add;
+          dk_before_concat_values[e] = dk_before_add;
         }
       } else {
-        const auto dk_before_expand_dims_2_ij = hw::load<kWidth>(dk_before_expand_dims_2 + i * (64 * S) + j);
+        const auto dk_before_expand_dims_2_ij = hw::load<kWidth>(dk_before_expand_dims_2 + i * 64 * S + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          dk_before_concat_1[e] = dk_before_expand_dims_2_ij.f32(e);
+          dk_before_concat_values[e] = dk_before_expand_dims_2_ij.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> dk_before_concat_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        dk_before_concat_element[e] = hw::bf16(dk_before_concat_1[e]);
+        dk_before_concat_element[e] = hw::bf16(dk_before_concat_values[e]);
       }
       hw::store(dk_before_concat + element, dk_before_concat_element);
     }
@@ -87,7 +87,7 @@ __global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk
       const int64_t j = element / Index(8 * S) % 2;
       const int64_t k = element % Index(8 * S);
       const int64_t dk_pieces_from = j ? 3 - l : l;
-      const auto dk_pieces_elements = hw::load<kWidth>(dk_halves + i * (64 * S) + j * (32 * S) + dk_pieces_from * (8 * S) + k);
+      const auto dk_pieces_elements = hw::load<kWidth>(dk_halves + i * 64 * S + j * 32 * S + dk_pieces_from * 8 * S + k);
       hw::store(dk_pieces + element, dk_pieces_elements);
     }
   };

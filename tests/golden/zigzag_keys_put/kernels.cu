@@ -12,21 +12,21 @@ __global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<hw::bf16, kWidth> y_attention_packed_1;
+      hw::Values<hw::bf16, kWidth> y_attention_packed_element;
       if (j < 64) {
         const auto y_keys_ij = hw::load<kWidth>(y_keys + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_1[e] = y_keys_ij[e];
+          y_attention_packed_element[e] = y_keys_ij[e];
         }
       } else {
         const auto y_values_ij = hw::load<kWidth>(y_values + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_1[e] = y_values_ij[e];
+          y_attention_packed_element[e] = y_values_ij[e];
         }
       }
-      hw::store(y_attention_packed + element, y_attention_packed_1);
+      hw::store(y_attention_packed + element, y_attention_packed_element);
     }
   };
   if (hw::aligned(y_keys, y_values, y_attention_packed) && hw::fits_int32(128 * S)) {
@@ -72,7 +72,7 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
     for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
       auto y_attention_max = hw::filled<kWidth, float>(-INFINITY);
       for (int64_t i = 0; i < 2; ++i) {
-        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * 2 * S + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_lse_e = y_attention_lse_ij[e];
@@ -81,13 +81,13 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
       }
       auto sum = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t i = 0; i < 2; ++i) {
-        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * 2 * S + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_lse_e = y_attention_lse_ij[e];
-          const float y_attention_max_1 = y_attention_max[e];
+          const float y_attention_max_e = y_attention_max[e];
           const float y_attention_maximum_e =
-              (y_attention_max_1 > -1e+30f || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : -1e+30f;
+              (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
           const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
           const float y_attention_exp = expf(y_attention_subtract);
           sum[e] += y_attention_exp;
@@ -97,9 +97,9 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
       hw::Values<float, kWidth> y_attention_sum_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_max_1 = y_attention_max[e];
+        const float y_attention_max_e = y_attention_max[e];
         const float y_attention_maximum_e =
-            (y_attention_max_1 > -1e+30f || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : -1e+30f;
+            (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
         y_attention_maximum_j[e] = y_attention_maximum_e;
         y_attention_sum_j[e] = sum[e];
       }
@@ -153,21 +153,21 @@ __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, con
 // %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
 // %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
 __global__ void fused_y_attention(const float* y_attention_sum, const float* y_attention_exp_2,
-                                  const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost) {
-  HW_TOUCHES(hw::reads(y_attention_sum, outermost), hw::reads(y_attention_exp_2, 2 * outermost),
-             hw::reads(y_attention_blocks, 128 * outermost), hw::writes(y_attention, 64 * outermost));
+                                  const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t rows) {
+  HW_TOUCHES(hw::reads(y_attention_sum, rows), hw::reads(y_attention_exp_2, 2 * rows), hw::reads(y_attention_blocks, 128 * rows),
+             hw::writes(y_attention, 64 * rows));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
-    for (Index element : hw::over_grid<kWidth, Index>(64 * outermost)) {
+    for (Index element : hw::over_grid<kWidth, Index>(64 * rows)) {
       const int64_t i = element / 64;
+      const float y_attention_sum_i = y_attention_sum[i];
+      const float y_attention_maximum_2 =
+          (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
       auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 2; ++j) {
-        const float y_attention_sum_i = y_attention_sum[i];
-        const float y_attention_maximum_2 =
-            (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
-        const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
+        const float y_attention_divide = y_attention_exp_2[j * rows + i] / y_attention_maximum_2;
         const bool y_attention_greater = y_attention_divide > 0.0f;
-        const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
+        const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * 64 * rows + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_multiply = y_attention_blocks_elementj.f32(e) * y_attention_divide;
@@ -183,7 +183,7 @@ __global__ void fused_y_attention(const float* y_attention_sum, const float* y_a
       hw::store(y_attention + element, y_attention_element);
     }
   };
-  if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * outermost)) {
+  if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * rows)) {
     compute(hw::Width<8>(), uint32_t());
   } else if (hw::aligned(y_attention_blocks, y_attention)) {
     compute(hw::Width<8>(), int64_t());

@@ -13,6 +13,6 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
 __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, const float* y_attention_maximum,
                                                float* y_attention_exp_2, int64_t S);
 __global__ void fused_y_attention(const float* y_attention_sum, const float* y_attention_exp_2,
-                                  const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost);
+                                  const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t rows);
 
 }  // namespace programs::in_zigzag

@@ -12,8 +12,8 @@ Program::Program(hw::Rank& rank)
       puts_(rank, "puts", 1),
       arrived_(2),
       plan_y_attention_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
-      plan_y_attention_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
-      plan_y_attention_blocks_2_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
+      plan_y_attention_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
+      plan_y_attention_blocks_of_q_half_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(concat_y_attention_packed));
   HW_CHECK(hw::load(fill_y_attention_lse));
@@ -38,9 +38,9 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_attention_blocks_.prepare({4, S / 2, 64}, hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
                                      hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
-    plan_y_attention_blocks_1_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),
-                                       hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
-    plan_y_attention_blocks_2_.prepare(
+    plan_y_attention_blocks_not_causal_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),
+                                                hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
+    plan_y_attention_blocks_of_q_half_.prepare(
         hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
         hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
     hw::MemoryPlan memory;
@@ -80,15 +80,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may use y_attention_packed_
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
     const int64_t p = (rank_cp + i) % 2;
-    auto* k_gathered_i = k_gathered_ + p * (128 * S);
+    auto* k_gathered_i = k_gathered_ + p * 128 * S;
     if (p != rank_cp) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // k_gathered_
+      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // before use of k_gathered_
       HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_packed_), 128 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -99,23 +99,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
     auto* y_attention_packed_chunk = p == rank_cp ? y_attention_packed_ : k_gathered_i;
     auto* y_attention_values_i = y_attention_packed_chunk + 64;
-    auto* y_attention_blocks_i = y_attention_blocks_ + p * (128 * S);
-    auto* y_attention_lse_i = y_attention_lse_ + p * (2 * S);
+    auto* y_attention_blocks_i = y_attention_blocks_ + p * 128 * S;
+    auto* y_attention_lse_i = y_attention_lse_ + p * 2 * S;
     if (p == rank_cp) {
       HW_CHECK(plan_y_attention_blocks_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i, stream,
                                                {.lse = y_attention_lse_i}));
     } else if (p < rank_cp) {
-      HW_CHECK(plan_y_attention_blocks_1_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i, stream,
-                                                 {.lse = y_attention_lse_i}));
+      HW_CHECK(plan_y_attention_blocks_not_causal_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i,
+                                                          stream, {.lse = y_attention_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
       HW_CHECK(hw::launch_pdl(fill_y_attention_lse, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
       const auto* q_half = q + 16 * S;
       auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
       auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
-      HW_CHECK(plan_y_attention_blocks_2_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
-                                                 y_attention_blocks_i_own_half, stream,
-                                                 {.lse = y_attention_lse_i_own_half_packed}));
+      HW_CHECK(plan_y_attention_blocks_of_q_half_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
+                                                         y_attention_blocks_i_own_half, stream,
+                                                         {.lse = y_attention_lse_i_own_half_packed}));
       auto* y_attention_lse_i_own_half = y_attention_lse_i + S / 4;
       HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_i_own_half, S / 2 * sizeof(float), y_attention_lse_i_own_half_packed,
                                  S / 4 * sizeof(float), S / 4 * sizeof(float), 4, cudaMemcpyDeviceToDevice, stream));
@@ -123,8 +123,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // y_attention_packed_
-    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // peer may use y_attention_packed_
+    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // before use of y_attention_packed_
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
