@@ -3,9 +3,9 @@
 - products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8, 64 or 128
   experts, 16 to 4096 tokens per expert, at most 131072 tokens, and even or skewed routing.
 - dispatch: each GPU has 128 or 4096 tokens of 7168 elements. Each token is sent to the ranks of 8 of 64 experts, and rows are sent back.
-  Hostweave sends a token at most once to each rank, and each rank returns a sum in f32. One baseline is torch's all_to_all_single, for
-  which the host knows all counts in advance. The other baseline is the predicted time of a copy engine that sends one row per token and
-  expert, and one row back.
+  Hostweave sends a token at most once to each rank, and each rank returns a sum, in f32 or in bf16. One baseline is torch's
+  all_to_all_single, for which the host knows all counts in advance. The other baseline is the predicted time of a copy engine that sends
+  one row per token and expert, and one row back.
 - layer: a Mixtral layer at 8B shapes on one GPU: the forward pass alone, and both passes. The peer is the same layer in torch with
   _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
@@ -26,7 +26,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from peers import report
@@ -130,14 +130,14 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 # --- dispatch and combine ---------------------------------------------------------------------------------------------
 
 
-def _through(ranks: int, hidden: int = HIDDEN) -> Fusion:
+def _through(ranks: int, hidden: int = HIDDEN, sent: Any = None) -> Fusion:
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks),
         **{"x": hw.bf16["T@ep", hidden], "ids": hw.i64["T@ep", CHOICES], "weights": hw.f32["T@ep", CHOICES]},
     )
     def dispatch_and_combine(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> hw.Tensor:
         routing = hw.moe_routing(ids, EXPERTS, axes="ep")
-        return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights)
+        return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights, sent)
 
     return dispatch_and_combine
 
@@ -150,8 +150,8 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
     import torch
 
     group = hw.init()
-    for tokens in (128, 4096):
-        program = hw.compile(_through(ranks), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
+    for tokens, sums in product((128, 4096), (None, hw.bf16)):
+        program = hw.compile(_through(ranks, sent=sums), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
         torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
@@ -159,9 +159,10 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
         ours, of_torch = program.capture(x, ids, weights, group=group), _torch_dispatch(x, ids, weights, ranks)
         _expect_near(ours(), of_torch())
         sent = tokens * CHOICES * (ranks - 1) // ranks * HIDDEN * 2  # bytes that leave a GPU in each direction
-        if rank == 0:
+        if rank == 0 and not sums:
             print(f"{tokens} tokens: {sent / 1e6:.1f} MB each way, by a copy engine {2e3 * H200.link('put', ranks).seconds(sent):.3f} ms")
-        yield {f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, {ranks} GPUs": ours, "torch all_to_all, known counts": of_torch}
+        what = f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, sums sent in {sums or hw.f32}, {ranks} GPUs"
+        yield {what: ours, "torch all_to_all, known counts": of_torch}
         program.close()
 
 

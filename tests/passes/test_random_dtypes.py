@@ -59,7 +59,7 @@ def _routed(g: Generator, t: hw.Tensor) -> hw.Tensor:
     ids = hw.expand_dims(hw.iota(x, 0) % experts, 1)
     axes = g.random.choice([(), g.mesh.axes[0][0], tuple(name for name, _ in g.mesh.axes)])
     routing = hw.moe_routing(ids, experts, axes, capacity=g.random.choice([None, 1, 100]))
-    return hw.moe_combine(hw.moe_dispatch(g.resharded(x), routing), routing)
+    return hw.moe_combine(hw.moe_dispatch(g.resharded(x), routing), routing, sent=g.random.choice([None, hw.bf16, hw.f32]))
 
 
 MADE: tuple[Callable[[Generator, hw.Tensor], hw.Tensor], ...] = (

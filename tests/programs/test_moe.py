@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from interpret import interpret
@@ -154,6 +155,28 @@ def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity
     expect(interpret(host, {"x": x, "ids": ids, "weights": weights}), host, (wanted, np.cumsum(counts.reshape(ranks, -1), 1)))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_round_the_sums_that_they_send(ranks: int) -> None:
+    @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f32["8@ep", H], ids=hw.i32["8@ep", 3], weights=hw.f32["8@ep", 3])
+    def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> hw.Tensor:
+        routing = hw.moe_routing(ids, 4, axes="ep")
+        return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights, sent=hw.bf16)
+
+    host = lower(through, Options())
+    check(host, fusion=through)
+    random = np.random.default_rng(ranks)
+    x, weights = random.integers(0, 1000, (8, H)).astype(np.float32), random.integers(1, 4, (8, 3)).astype(np.float32)  # f32 sums are exact
+    ids = random.integers(0, 4, (8, 3)).astype(np.int32)
+    terms = np.where(ids[:, :, None] // (4 // ranks) == np.arange(ranks), weights[:, :, None], 0)  # [token, choice, rank]
+    sums = np.einsum("tcr,th->rth", terms, x)
+    wanted = sums.astype(ml_dtypes.bfloat16).astype(np.float32).sum(0).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert (wanted != sums.sum(0)).any()
+    for rank, results in enumerate(interpret(host, {"x": x, "ids": ids, "weights": weights})):
+        np.testing.assert_array_equal(
+            results[host.outputs[0].name], wanted[rank * 8 // ranks : (rank + 1) * 8 // ranks].astype(ml_dtypes.bfloat16)
+        )
+
+
 def test_arguments_of_routing_that_are_wrong() -> None:
     def fails(message: str, experts: int = 4, axes: str = "ep", ids: Any = hw.i32["T@ep", 2], capacity: int | None = None) -> None:
         with pytest.raises(ProgramError, match=message):
@@ -164,3 +187,5 @@ def test_arguments_of_routing_that_are_wrong() -> None:
     fails("not ints", ids=hw.f32["T@ep", 2])
     fails("not ints", ids=hw.i32["T@ep"])
     fails("2 ranks do not divide 5 tokens, which capacity= requires", ids=hw.i32["5@ep", 2], capacity=2)
+    with pytest.raises(ProgramError, match="sums are floats; write sent="):
+        hw.fusion(rows=hw.f32[1, 2, H], ids=hw.i32[2, 1])(lambda rows, ids: hw.moe_combine(rows, hw.moe_routing(ids, 4), sent=hw.i32))

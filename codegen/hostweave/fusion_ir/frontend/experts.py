@@ -14,7 +14,7 @@ from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, TensorType, f32, i32, i64
+from hostweave.types.tensor import Dim, DType, TensorType, f32, i32, i64
 
 
 @_called("grouped")
@@ -247,13 +247,15 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
 
 
 @_called("combined")
-def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, sent: DType | None = None) -> Tensor:
     """Sends the rows of experts [R, rows, H] back, and sums the rows of each token: [T, H]. If `weights` [T, k] are given, each row is
     first multiplied by the weight of its choice.
 
     The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
+    With `sent=hw.bf16`, each rank rounds its sums to bf16 before it sends them. This halves the bytes. The
+    sums over the ranks are then also rounded to bf16.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes, and if `sent` is not a dtype of floats.
 
     Example: see `moe_routing`.
     """
@@ -261,7 +263,11 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
     wide = hw.astype(own, f32) if own.dtype.itemsize < f32.itemsize else own
     if weights is not None:
         wide = wide * hw.expand_dims(hw.astype(_on_all_ranks(weights), wide.dtype), 2)
-    return hw.astype(_on_own_rank(hw.sum(wide, (0, 2)), routing), rows.dtype)
+    if sent is None:
+        return hw.astype(_on_own_rank(hw.sum(wide, (0, 2)), routing), rows.dtype)
+    if sent.kind != "float":
+        raise ProgramError(f"sent={sent}: sums are floats; write sent=hw.bf16")
+    return hw.astype(_on_own_rank(hw.sum(hw.astype(hw.sum(wide, 2), sent), 0), routing), rows.dtype)
 
 
 @_called("returned")
