@@ -67,8 +67,8 @@ bool packs(const AttentionProblem& p) {
 // True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
 // only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the diagonal
 // must start at the top left, or a single row must attend to all columns. In causal attention with lengths, the diagonal must
-// start in a corner. A diagonal may start after the first column, and reach the last column before the last row. For such a
-// diagonal, cuDNN supports no window and no backward pass.
+// start in a corner. If the diagonal starts after the first column and reaches the last column before the last row, cuDNN
+// supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -218,7 +218,7 @@ cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
-// Describes packed sequences to cuDNN: one batch element per sequence, with the total number of rows as its maximum length.
+// Describes packed sequences to cuDNN: one batch element per sequence. The maximum length of each is the total number of rows.
 AttentionProblem of_sequences(AttentionProblem p) {
   std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});

@@ -67,7 +67,7 @@ class Pattern {
   int64_t counted() const { return rows_.number; }
   int64_t ends() const { return lengths_.number; }
 
-  // Starts of packed sequences in an operand, and the strides from which they are computed.
+  // Starts of packed sequences in an operand, and the strides from which the starts are computed.
   struct Places {
     Value value;
     int64_t batch_stride, row_stride;

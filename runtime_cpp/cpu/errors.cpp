@@ -12,7 +12,8 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// Last error of a thread. `text` describes the code `text_of`. The text of another code is its name.
+// Last error of a thread. `text` describes the last error, whose code is `text_of`. Other error codes are described by their
+// names.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

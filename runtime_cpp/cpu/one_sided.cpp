@@ -24,7 +24,7 @@ struct ncclWindow_vidmem {
 namespace hostweave::cpu {
 namespace {
 
-constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
+constexpr int kSignals = SharedGroup::kSignals;  // signal numbers are less than this
 // Each signal number has three counters: of plain signals, of acknowledged signals (of graphs and of hw_cpu_set_signal), and of
 // acknowledgements. An acknowledged signal waits until the previous signal has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;

@@ -486,7 +486,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
-// Makes one strided-batched matmul for each index of the first `dims` outer dims.
+// Enqueues one strided-batched matmul for each index of the first `dims` outer dims.
 cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
                                       Epilogue epilogue) const {
   if (dims == 0) return one_batch(*current_, a, b, c, stream, epilogue);

@@ -1,5 +1,5 @@
 // Peer memory on GPUs. Signals are cuStreamBatchMemOp operations on words. The words are in an anonymous file that all ranks of
-// a group map. The process that makes the id keeps the file open until all ranks have mapped the file.
+// a group map. The process that makes the group's id keeps the file open until all ranks have mapped the file.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -228,8 +228,8 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees released memory of the current device, if GivenUp::is_free allows it. Memory of another device is left to its rank:
-// cudaFree would wait for work on that device, and that work may wait for this thread.
+// Frees released memory of the current device, if GivenUp::is_free allows it. Does not free memory of other devices: cudaFree
+// would wait for work on the other device, and this work may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));

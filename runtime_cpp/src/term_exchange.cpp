@@ -72,7 +72,7 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 
 }  // namespace
 
-// The landing memory is never freed, because peers may still have opened it.
+// The landing memory is never freed, because peers may still access the memory.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t packets = sizeof(Packet) * 2 * channel.size() * kPackets;
   const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * kParts;

@@ -41,8 +41,8 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result, `of_word` or, if that is taken, `of_word_2` and so on. By default, `of` is the
-        replaced result, and `word` the kind.
+        """Emits an op and returns the name of its result. The name consists of `of`, `_` and `word`, and a number if this name is taken. By
+        default, `of` is the name of the replaced result, and `word` is the kind of the op.
 
         `like` has the properties of the result type that the operands do not determine, such as the shape after a reshape.
         """

@@ -37,7 +37,7 @@ class IndexMap:
         return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """Dim of an operand that has the same index as dim `result_dim` of the result. None if a loop over this dim needs the whole
+        """Dim of an operand that has the same label as dim `result_dim` of the result. None if a loop over this dim needs the whole
         operand, or is impossible."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:

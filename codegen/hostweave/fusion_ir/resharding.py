@@ -339,7 +339,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """For each rank of a process group, the index of a rank that has the shard that the rank needs. A rank that has this shard itself is
+    """For each rank of a process group: the index of the rank from which it gets its new shard. A rank that already has its new shard is
     its own source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}

@@ -17,7 +17,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Levels of strictness: the rules of a traced fusion, and rules that hold after the pass with that name.
+# Levels of strictness. "input": the rules of a traced fusion. Other levels add the rules that hold after the pass of the same name.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
 # Examples of required attributes, for error messages.

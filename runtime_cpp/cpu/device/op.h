@@ -86,7 +86,7 @@ struct OpName {
   std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op's part in a match: the index of its seat
+struct Part {  // an op's seat in a Match (communicator.h)
   std::shared_ptr<Match> match;
   int index;
 };

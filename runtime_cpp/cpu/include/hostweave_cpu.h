@@ -107,8 +107,8 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Increments a word when the last op that is now on the stream is done. If that op is captured, each launch of the graph
-// increments the word.
+// Increments `word` when the last op so far on the stream is done. If this op is captured, each launch of the graph increments
+// `word`.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
 // Binary signals of the `peer` transport. hw_cpu_set_signal waits until the peer has consumed the previous signal.

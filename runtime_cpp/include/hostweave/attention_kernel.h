@@ -55,7 +55,8 @@ struct Span {
   HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
 };
 
-// Columns that each row of one batch element attends to. From one existing row to the next, begin and end never decrease.
+// Columns that each row of one batch element attends to. From one row to the next, `begin` and `end` of these columns never
+// decrease, except after the last row.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;

@@ -239,7 +239,7 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
 }
 
-// Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores that contain this tile.
+// Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores to which this tile is added.
 template <class T>
 __device__ void differentiate_bias(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;

@@ -45,7 +45,7 @@ class CallLog {
   void launches(LoggedOps* ops);
 
   // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
-  // capture. A capture has milestones if `is_marked` is true. Pass the result of `prepare_capture`.
+  // capture. The capture has milestones if `is_marked` is true. Only pass true if `prepare_capture` returned true.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);

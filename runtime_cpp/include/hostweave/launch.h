@@ -283,7 +283,7 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// Number of blocks of `threads` threads of a kernel that run at once, without dynamic shared memory.
+// Number of thread blocks of a kernel that run at once, with `threads` threads per block and no dynamic shared memory.
 int64_t resident_blocks(const void* function, int threads);
 
 template <class... Params, class... Args>

@@ -53,8 +53,8 @@ class MatmulPlan {
   // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Selects an algorithm for these shapes, unless they are among the last kMostPlans prepared shapes. Selection waits for the
-  // device. If Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if
+  // Selects an algorithm, unless these shapes are among the last kMostPlans prepared shapes. Selection waits for the device. If
+  // Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if
   // cuBLASLt does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 

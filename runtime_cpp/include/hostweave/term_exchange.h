@@ -21,7 +21,7 @@ class TermExchange {
   // NCCL gathers the data before the kernel.
   void prepare();
 
-  // Returns the order of all calls of the rank that exchange data in kernels. All ranks must make these calls in the same order.
+  // Returns the CallOrder of the rank's calls that exchange data in kernels. All ranks must make these calls in the same order.
   static CallOrder& calls(Rank& rank);
 
   // Makes the first argument of a kernel: hw::Terms or hw::LandedBlocks.

@@ -5,11 +5,11 @@
 // With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
 // data. The number of the exchange follows each half of the data. A reader detects arrival from the packet itself, without a
 // separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in the memory of the
-// peers. The collective then sets flags to the number of the exchange.
+// peers. Then the kernel sets flags in this memory to the number of the exchange.
 //
 // Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. Before a rank
-// writes to a slot again, it has received data from every peer through the other slot. A peer sends these data after its kernel
-// has read the first slot.
+// writes to a slot again, the rank has received data from every peer through the other slot. A peer sends these data only after
+// the peer has read the first slot.
 #pragma once
 #include <cstdint>
 

@@ -258,7 +258,7 @@ class WarpgroupProducts {
     return before;
   }
 
-  // Waits for the stages of a tile without rows of this warpgroup, and releases the stages.
+  // Waits for the stages of a tile, and releases the stages. Used if the tile has no rows for this warpgroup.
   __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
     for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
       filled(at.stage()).wait(at.parity());

@@ -274,8 +274,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1: each row is the
-    dot product of an expert's row and the gradient of this row, as in the example.
+    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1, as in the
+    example. Each row is then the dot product of an expert's row and the gradient of the token's sum.
 
     Raises ProgramError for other shapes.
 

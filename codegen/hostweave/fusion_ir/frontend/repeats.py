@@ -214,7 +214,7 @@ class _Rewriting:
                 self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
     def stack(self, run: Run, column: Column, at: int, elements: Column) -> None:
-        """Names a stack, which replaces the values `elements` of its column."""
+        """Names the stack of a column. The stack replaces the values of the column that are in `elements`."""
         returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
             names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]

@@ -36,7 +36,7 @@ class Run:
     function: Fusion
     calls: tuple[Op, ...]
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
-    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that the operand is
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the result of the previous call that becomes the operand
     each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type

@@ -343,8 +343,8 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts an int to a float if `is_float`: the last tensor operand then has floats. Subclasses of int and float become plain
-    numbers."""
+    """Converts an int to a float if `is_float`, which is true if the last tensor operand has floats. Subclasses of int and float become
+    plain numbers."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

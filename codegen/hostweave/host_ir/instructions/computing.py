@@ -48,7 +48,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS, or ""
     scales: Reads = ()  # scales of a and of b
-    rest: tuple[int, ...] = ()  # parts of k, m and n that other matmuls compute, so that this matmul stays aligned
+    rest: tuple[int, ...] = ()  # terms, rows and columns that other matmuls compute, so that this matmul is aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"

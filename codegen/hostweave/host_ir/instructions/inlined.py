@@ -18,8 +18,8 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input of the call: the argument with its contents before the call. Bytes that a result has overwritten must not be read by this
-    view."""
+    """An input of the call: the argument with its contents before the call. After a result has overwritten bytes, no instruction may read
+    these bytes through this view."""
 
     syntax = "%{out} = as_given %{src}"
 

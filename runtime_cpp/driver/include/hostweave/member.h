@@ -50,8 +50,8 @@ class Member {
   Rank& rank() { return rank_; }
   int device() const { return rank_.device(); }
 
-  // Process groups of the program whose channels do not exist yet. Throws ArgumentError if the program has another number of
-  // ranks.
+  // Process groups of the program whose channels do not exist yet. Throws ArgumentError if the program and the group differ in
+  // their number of ranks.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // Makes an id for the process group of this key.
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
