@@ -176,4 +176,4 @@ def test_memory_that_a_peer_reads_is_in_use() -> None:
 """
     told = f"    signal 0 at {PEER} for %w on x\n    wait_signal 0 from {PEER} for %w on x\n  }}\n"
     check(parsed(body.replace("  }\n", told)))
-    assert "nothing orders them" in fault(body) or "may not be done when rank" in fault(body)
+    assert "nothing orders them" in fault(body) or "may still access the memory of rank" in fault(body)

@@ -283,7 +283,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%y: f32[M] = call @b(%x)", HEAD.replace("@b(%x: f32[M]", "@b(%x: f32[M] partial(sum, x)")): (
         ProgramError,
-        "function @b: input %x can be neither streamed nor partial; stream a copy of it",
+        "function @b: input %x is partial; pass its terms along a sharded dim, and sum over this dim",
     ),
 }
 

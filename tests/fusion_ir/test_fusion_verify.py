@@ -9,7 +9,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion, Stream
 from hostweave.fusion_ir.verify import verify_fusion, verify_ops
 
 
@@ -80,7 +80,7 @@ def test_a_fusion_returns_something() -> None:
 
 
 def test_inputs_cannot_be_partial() -> None:
-    with pytest.raises(ProgramError, match=r"fusion @f: input %x can be neither streamed nor partial; stream a copy of it$"):
+    with pytest.raises(ProgramError, match=r"fusion @f: input %x is partial; pass its terms along a sharded dim, and sum over this dim$"):
         Fusion.parse(text("%y: f32[4] = negative(%x)", inputs="%x: f32[4] partial(sum, x)"))
 
 
@@ -167,19 +167,24 @@ STEPS = [
 # Reshard steps that do not match their types: the text of a valid step, and its replacement.
 WRONG = [
     (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
-    (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it converts f32[8@a,b, 6] to f32[8@a, 6]; correct the type"),
+    (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but the all_gather of f32[8@a,b, 6] is f32[8@a, 6]; correct the type of %y"),
     (0, "axes=(a, b)", "axes=(a, c)", "(a, c) are not axes of mesh(a=2, b=2), each named once"),
     (0, ", axes=(a, b)", "", "attribute axes is missing; write axes=(x)"),
     (0, "axes=(a, b)", "axes=(0, 1)", "no attribute axes=(0, 1); its attributes: dim (int), axes (MeshAxes)"),
     (0, "dim=0", "dim=2", "dim=2 is out of range; f32[8@a,b, 6] has dims 0 to 1"),
     (1, "axes=(b)", "axes=(a)", "(a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
-    (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but it converts f32[8@a,b, 6] to f32[8@a,b,b, 6]; correct the type"),
+    (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but the all_to_all of f32[8@a,b, 6] is f32[8@a,b,b, 6]; correct the type of %y"),
     (3, "(0, 2, 1, 3)", "(0, 1, 2, 3)", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (3, "(0, 2, 1, 3)", "(0, 2, 1, 4)", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (3, "(0, 2, 1, 3)", "()", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (4, "axes=(a, b)", "axes=(b, a)", "its steps do not lead from f32[4@a, 6@b] to f32[4@b, 6@a]"),
-    (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but it converts f32[9, 6] to f32[9@b, 6]; correct the type"),
-    (7, "axes=(a, b)", "axes=(a)", "%y is f32[6], but it converts f32[6] partial(sum, a, b) to f32[6] partial(sum, b); correct the type"),
+    (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but the shard of f32[9, 6] is f32[9@b, 6]; correct the type of %y"),
+    (
+        7,
+        "axes=(a, b)",
+        "axes=(a)",
+        "%y is f32[6], but the all_reduce of f32[6] partial(sum, a, b) is f32[6] partial(sum, b); correct the type of %y",
+    ),
     (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce partial results"),
     (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
     (9, "root=3", "root=2", "its steps do not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
@@ -266,6 +271,20 @@ def test_an_invalid_stream_without_text() -> None:
             verify_fusion(replace(fusion, body=(replace(op, result=replace(op.result, stream=stream)),)))
 
 
+def test_names_of_functions_and_kernels_without_text() -> None:
+    fusion = Fusion.parse(text("%y: f32[8, 4] = negative(%x)"))
+    (op,) = fusion.ops
+    for change, message in (
+        ({"callee": fusion}, "negative: only calls, repeats and their outputs name a function; remove @f"),
+        ({"kind": "call"}, "call: no function is named; name one"),
+        ({"kind": "kernel"}, "kernel: no user kernel is named; name one"),
+    ):
+        with pytest.raises(ProgramError, match=f"text:2: {message}$"):
+            verify_fusion(replace(fusion, body=(replace(op, **change),)))
+    with pytest.raises(ProgramError, match=r"fusion @f: input %x is streamed; stream a copy of it$"):
+        verify_fusion(replace(fusion, inputs=(replace(fusion.inputs[0], stream=Stream(0)), *fusion.inputs[1:])))
+
+
 def test_bodies_of_kernels() -> None:
     fusion = Fusion.parse(text("%h: f32[R/8, 4] = negative(%x)\n%y: f32[4] = sum(%h, axis=(0,))", inputs="%x: f32[R/8, 4]"))
     verify_ops(fusion.inputs, fusion.ops)
@@ -289,7 +308,7 @@ def test_an_error_names_the_users_line() -> None:
         hw.fusion(x=hw.bool_[4])(lambda x: -x)
 
 
-ALONE = "stream of %y: an op in a loop states only its dim and its algorithm; write stream(0)"
+ALONE = "stream of %y: the loop states the chunks, and the op only its dim and its algorithm; write stream(0)"
 LOOPS = [
     ("4 chunks across_shards", "", ALONE),
     ("4 chunks across_shards", "stream(0, 4)", ALONE),
@@ -299,8 +318,8 @@ LOOPS = [
         "stream of %y: it has the algorithm p2p, but a negative does not communicate; stream the reshard",
     ),
     ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 steps; use 1 to 4096"),
-    ("M chunks across_shards", "stream(0)", "loop of %y: M chunks; give a number"),
-    ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps, but takes 8 indices; write one step per index"),
+    ("M chunks across_shards", "stream(0)", "loop of %y: its number of chunks, M, is not an int; write an int"),
+    ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps for 8 indices; write 8 indices"),
     ("4 chunks by_shard of %x", "stream(0)", "loop of %y: %x is not an async all_gather whose shards a matmul reads"),
 ]
 

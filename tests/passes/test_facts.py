@@ -47,7 +47,7 @@ BROKEN: dict[str, tuple[Callable[[HostProgram], None], str, str]] = {
     "a constant condition": (
         conditions_are_open,
         "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  if 1 {\n    copy %x -> %y\n  }\n}\n",
-        "the condition is constant; write the body that it selects",
+        "the condition is constant; write the body or buffer that it selects",
     ),
     "a loop of one iteration": (
         conditions_are_open,

@@ -74,9 +74,7 @@ def test_copies_after_an_overwrite_are_refused() -> None:
     for seed in range(60):
         host = checked(Donating(seed).fusion(), Options())
         for mutant in late_copies(host) if host else ():
-            with pytest.raises(
-                ProgramError, match=r"reads %\w+ after %\w+ was written over bytes .*, which were donated: read them before"
-            ):
+            with pytest.raises(ProgramError, match=r"reads %\w+ after %\w+ has overwritten bytes .*, which is donated: read %\w+ before"):
                 check(mutant)
             refused += 1
     assert refused > 15

@@ -39,7 +39,7 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
     check_host(host)
     late = replace(host, body=host.body[::-1])
     verify_host(late)
-    with pytest.raises(ProgramError, match=r"launch @total %x -> %sum reads %x after %y was written over .* keep a copy"):
+    with pytest.raises(ProgramError, match=r"launch @total %x -> %sum reads %x after %y has overwritten .* keep a copy"):
         check_host(late)
     unwritten = replace(host, body=host.body[:1])
     with pytest.raises(ProgramError, match=r"nothing writes bytes .* of the output %y"):
@@ -89,17 +89,17 @@ REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
     "late": (
         "  copy %x_0 -> %first\n  launch @twice %x -> %y\n",
         "  launch @twice %x -> %y\n  copy %x_0 -> %first\n",
-        r"copy %fn_x_0 -> %again reads %fn_x_0 after %fn_y was written over bytes 0 to 16 of %out, which were donated: read them before",
+        r"copy %fn_x_0 -> %again reads %fn_x_0 after %fn_y has overwritten bytes 0 to 16 of %out, which is donated: read %fn_x_0 before",
     ),
     "a late read in a function that calls another one": (
         "  call @fn %x -> %y, %first\n",
         "  %t = allocate f32[S, 4]\n  call @fn %x -> %y, %first\n  copy %x -> %t\n",
-        r"copy %twice_fn_x -> %twice_fn_t reads %twice_fn_x after %fn_y_2 was written over bytes .* of %out, which were donated",
+        r"copy %twice_fn_x -> %twice_fn_t reads %twice_fn_x after %fn_y_2 has overwritten bytes .* of %out, which is donated",
     ),
     "a view of the donated memory as another argument": (
         "  call @plus %out, %c -> %out\n",
         "  %t = reshape %out to [S, 4]\n  call @plus %out, %t -> %out\n",
-        r"launch @sum .* reads %plus_z after %plus_y was written over bytes .* of %out, which were donated",
+        r"launch @sum .* reads %plus_z after %plus_y has overwritten bytes .* of %out, which is donated",
     ),
     "not written": (
         "  launch @twice %x -> %y\n}",

@@ -309,7 +309,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a closed program": (lambda c, op: of_closed(), "product: the program is closed; compile it again"),
     "an op in a larger group": (
         lambda c, op: in_a_group(lambda rank: op(X, W)),
-        r"product: is for the 1 ranks of mesh\(tp=1\), and group 'default' has 2",
+        r"product: the program is for the 1 ranks of mesh\(tp=1\), but group 'default' has 2",
     ),
 }
 

@@ -375,7 +375,7 @@ def test_without_a_group_and_after_close() -> None:
 def test_a_group_of_another_size() -> None:
     errors = on_ranks(lambda rank: AG_MATMUL(x_of(rank), W), count=2)
     assert [type(error) for error in errors] == [ArgumentError] * 2
-    assert all("is for the 4 ranks of mesh(x=4), and group 'default' has 2; start as many ranks" in str(error) for error in errors)
+    assert all("the program is for the 4 ranks of mesh(x=4), but group 'default' has 2; start 4 ranks" in str(error) for error in errors)
 
 
 def test_streams_of_other_libraries() -> None:

@@ -45,6 +45,6 @@ def conditions_are_open(program: ir.HostProgram) -> None:
     """No condition is constant, and no loop has one iteration."""
     for i in program.instructions():
         if isinstance(i.condition_of_body, Const) or isinstance(i.chosen_by, Const):
-            raise ProgramError("the condition is constant; write the body that it selects", i.location)
+            raise ProgramError("the condition is constant; write the body or buffer that it selects", i.location)
         if i.trips == Size():
             raise ProgramError("the loop runs once; write its body", i.location)

@@ -131,7 +131,7 @@ class _Checker:
             return
         for earlier in self.posted.unordered(task, clock):
             one, other = unordered_parts(task.operation, earlier)
-            library = "not both posted by the library (it orders only its own communications)"
+            library = "on one channel, but a kernel does one of them (the library orders only its own communications)"
             what = library if one.channel == other.channel else "over different channels"
             fault = f" and {other} are {what}, and nothing orders them on the rank: they can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
@@ -190,8 +190,8 @@ class _Checker:
             part, access, uninitialised, taken = self.uninitialised
             where = f"bytes {uninitialised.start} to {uninitialised.stop} of %{access.region.root}"
             if taken:
-                why = f"after %{taken.access.name} was written over {where}, which were donated"
-                self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
+                why = f"after %{taken.access.name} has overwritten {where}, which is donated"
+                self.fail(part, f" reads %{access.name} {why}: read %{access.name} before, or keep a copy")
             self.fail(part, f" reads %{access.name} before {where} is written: write them first, or remove the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
@@ -201,7 +201,7 @@ class _Checker:
                     part, pool, at = task_access.part, task_access.part.stream[0] if task_access.part.stream else "", task_access.access.at
                     if at is not None:
                         remedy = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
-                        self.fail(part, f" may not be done when rank {at} has ended its call: {remedy}")
+                        self.fail(part, f" may still access the memory of rank {at} when this rank ends its call: {remedy}")
                     user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} after it")
                 gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))

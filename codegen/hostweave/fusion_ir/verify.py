@@ -45,8 +45,10 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
     for value in fusion.inputs:
         _define(value, types, None)
         value.type.check(None, fusion.mesh)
-        if value.stream or value.type.partial:
-            raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
+        if value.stream:
+            raise ProgramError(f"{here}: input %{value.name} is streamed; stream a copy of it")
+        if value.type.partial:
+            raise ProgramError(f"{here}: input %{value.name} is partial; pass its terms along a sharded dim, and sum over this dim")
     known = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols} | fusion.depths.keys()
     for op in fusion.ops:
         in_loop = op.result.name in fusion.loop_of
@@ -90,7 +92,8 @@ def _verify_groups(body: Fusion) -> None:
         depth = body.types[name].dims[:1]
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
             raise ProgramError(
-                f"%{name}: the first dim of a parameter group must be an unsharded name, for {len(group.names)} tensors; correct it"
+                f"%{name}: a parameter group of {len(group.names)} tensors needs an unsharded name as its first dim, such as L, "
+                "and no group with another number of tensors may have this name"
             )
     made = body.made
     for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
@@ -137,10 +140,12 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
-    if (op.kind in ("call", "repeat") and op.callee is None) or (op.callee and op.kind not in ("call", "repeat", "output")):
-        raise ProgramError(f"{op.kind}: only a call and its outputs name a function", op.location)
-    if (op.kind == "kernel") != (op.user_kernel is not None):
-        raise ProgramError(f"{op.kind}: only a kernel has a source", op.location)
+    if op.callee and op.kind not in ("call", "repeat", "output"):
+        raise ProgramError(f"{op.kind}: only calls, repeats and their outputs name a function; remove @{op.callee.name}", op.location)
+    if op.user_kernel and op.kind != "kernel":
+        raise ProgramError(f"{op.kind}: only a kernel names a user kernel; remove @{op.user_kernel.name}", op.location)
+    if (op.kind in ("call", "repeat") and not op.callee) or (op.kind == "kernel" and not op.user_kernel):
+        raise ProgramError(f"{op.kind}: no {'user kernel' if op.kind == 'kernel' else 'function'} is named; name one", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
@@ -180,7 +185,7 @@ def _verify_further_results(body: Fusion) -> None:
 def _verify_stream(op: Op, in_loop: bool) -> None:
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if in_loop and (stream is None or stream.chunks is not None or stream.chunking):
-        raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)
+        raise ProgramError(f"{here}: the loop states the chunks, and the op only its dim and its algorithm; write stream(0)", op.location)
     if stream is None:
         return
     if not 0 <= stream.dim < len(op.result.type.dims):
@@ -217,8 +222,8 @@ def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
         return f"it has {loop.steps} steps; use 1 to {MAX_STEPS}"
     if loop.drops_dim:
         wanted = size if loop.chunking == "by_shard" else size // shards
-        return "" if loop.steps == wanted else f"it has {loop.steps} steps, but takes {wanted} indices; write one step per index"
-    return "" if loop.steps.is_int else f"{loop.steps} chunks; give a number"
+        return "" if loop.steps == wanted else f"it has {loop.steps} steps for {wanted} indices; write {wanted} indices"
+    return "" if loop.steps.is_int else f"its number of chunks, {loop.steps}, is not an int; write an int"
 
 
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
@@ -267,7 +272,9 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh) -> None:
         raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
     if derived != op.result.type:
         raise ProgramError(
-            f"{op.kind}: %{op.result.name} is {op.result.type}, but it converts {source} to {derived}; correct the type", op.location
+            f"{op.kind}: %{op.result.name} is {op.result.type}, but the {op.kind} of {source} is {derived}; "
+            f"correct the type of %{op.result.name}",
+            op.location,
         )
 
 
@@ -296,4 +303,5 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if level < LEVELS.index("insert_reshards"):  # shardings are not final before this pass
             given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
         if not given.fills(wanted):
-            raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; give them the same dims")
+            why = f"the result %{name} is {given}, but the donated input %{into} is {wanted}"
+            raise ProgramError(f"{here}: {why}; give both the same dtype, mesh and dims, in any order")

@@ -391,8 +391,8 @@ class LocalProgram:
     def _check_group(self) -> None:
         group, name, mesh = self._group, self.host.name, self.host.mesh
         if group.count != mesh.size:
-            why = f"is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}"
-            raise ArgumentError(f"{name}: {why}; start as many ranks, or compile for another mesh")
+            why = f"the program is for the {mesh.size} ranks of {mesh}, but group {group.name!r} has {group.count}"
+            raise ArgumentError(f"{name}: {why}; start {mesh.size} ranks, or compile for a mesh of {group.count}")
         if self.target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
                 f"{name}: is for the target {self.target.name}, whose ranks share the memory of one host; group {group.name!r} "
