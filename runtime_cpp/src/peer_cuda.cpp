@@ -53,7 +53,7 @@ struct Segment {
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
-// Contents of an id.
+// Contents of a group's id.
 struct Maker {
   uint64_t token;
   int64_t process;

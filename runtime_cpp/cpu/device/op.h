@@ -20,7 +20,7 @@ struct Capture;
 
 // --- vector clocks: happens-before of points on streams and host threads
 
-// One counter per lane: a stream, or the host side of a device. A missing counter is zero.
+// One counter per lane. A lane is a stream, or the host thread of a device. A missing counter is zero.
 class Clock {
  public:
   std::uint32_t at(std::size_t lane) const { return lane < counters_.size() ? counters_[lane] : 0; }

@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// A vector access of a thread: its number, and its first element.
+// A vector access of a thread: the index of the first element, and the number of the access.
 struct Chunk {
   int64_t index;
   int number;

@@ -74,7 +74,7 @@ class Run:
 
 
 def _counts_up(column: Column) -> bool:
-    """True if the names of a column differ in one number, and this number increases by one."""
+    """True if the names of a column differ only in one number, which increases by one from name to name."""
     return ParameterGroup(column[0], column[-1], "").names == column
 
 

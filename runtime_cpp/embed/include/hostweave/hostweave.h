@@ -72,7 +72,7 @@ hw_status hw_use_processes(void);
 hw_status hw_new_id(hw_id* id);
 /* Collective: joins the world. Makes the device current. */
 hw_status hw_world_create(const hw_id* id, int device, int rank, int size, hw_world** world);
-/* Destroys the world. Before, destroy its programs. */
+/* Destroys the world. Destroy its programs first. */
 hw_status hw_world_destroy(hw_world* world);
 
 #ifdef __cplusplus
