@@ -99,44 +99,28 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
     return tuple(result)
 
 
-@dataclass(frozen=True)
-class CheckedInTurn:
-    """Checks the tensors of parameter groups in a C++ loop over an array of structs."""
-
-    index: str
-    count: int
-    path: str  # C++ path of one struct of the array
-    name: str  # C++ reference to this struct
-    members: tuple[CheckedArgument, ...]
-
-    def statements(self) -> Iterator[Guarded]:
-        yield "", f"for (int64_t {self.index} = 0; {self.index} < {self.count}; ++{self.index}) {{"
-        yield "", f"const auto& {self.name} = {self.path};"
-        for member in self.members:
-            yield from member.statements()
-        yield "", "}"
-
-
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> str:
     """C++ that checks inputs or outputs, and binds sizes."""
-    return guarded(line for check in _checks_of(arguments, context) for line in check.statements())
+    return guarded(_statements(arguments, context))
 
 
-def _checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
-    """Checks of inputs or outputs. A loop checks the tensors of parameter groups. If a group binds sizes, its first tensor is also checked
+def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
+    """A loop over an array of structs checks the tensors of parameter groups. If a group binds sizes, its first tensor is also checked
     before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
         if structs is None or x.sizes:
-            yield replace(x, again=x.again and structs is None)
+            yield from replace(x, again=x.again and structs is None).statements()
         if structs and last[structs.field] is x:
-            index, each, members = context.index, context.element, list[CheckedArgument]()
+            index, each = context.index, context.names.of("each", "struct of an array")
+            yield "", f"for (int64_t {index} = 0; {index} < {structs.count}; ++{index}) {{"
+            yield "", f"const auto& {each} = {structs.at(index)};"
             for member in (member for member in arguments if member.parameter in structs.groups):
                 name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
                 path, label = f"{each}.{structs.members[name]}", structs.label(name, index)
-                members.append(replace(member, path=path, label=label, memory=memory, sizes=(), again=True))
-            yield CheckedInTurn(index, structs.count, structs.at(index), each, tuple(members))
+                yield from replace(member, path=path, label=label, memory=memory, sizes=(), again=True).statements()
+            yield "", "}"
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:

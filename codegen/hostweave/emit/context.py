@@ -148,11 +148,6 @@ class ProgramContext:
         """C++ name of the loop index over the tensors of a parameter group."""
         return self.names.of("member", "number of a tensor")
 
-    @property
-    def element(self) -> str:
-        """C++ name of a reference to one struct of an array."""
-        return self.names.of("each", "struct of an array")
-
     def flag(self, mesh: Mesh) -> str:
         """C++ member that is true if this rank is in a submesh of the program's mesh."""
         ranks = frozenset(mesh.all_ranks)
