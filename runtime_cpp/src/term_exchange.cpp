@@ -32,7 +32,6 @@ struct TermExchange::Shared {
   bool prepared = false;
   bool in_packets = false;
   Exchange exchange{};
-  int multiprocessors = 1;
   DeviceMemory gathered;
   const void* sent = nullptr;  // blocks that a kernel has sent, and whose reduce-scatter is not launched yet
 
@@ -90,7 +89,6 @@ void TermExchange::Shared::connect(const Channel& channel) {
   exchange.rank = static_cast<int>(channel.rank());
 
   const MemoryCard own = with_memory(rank, landing);
-  HW_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, own.device));
   const std::vector<MemoryCard> cards = gather(channel, own);
   int32_t reaches_all = 1;
   for (size_t peer = 0; peer < cards.size(); ++peer) {
@@ -122,8 +120,6 @@ CallOrder& TermExchange::calls(Rank& rank) {
 }
 
 const Exchange& TermExchange::exchange() const { return shared_.exchange; }
-
-int64_t TermExchange::multiprocessors() const { return shared_.multiprocessors; }
 
 bool TermExchange::note_sent(const void* own) const {
   shared_.sent = shared_.in_packets ? own : nullptr;

@@ -28,15 +28,13 @@
 
 namespace hw {
 
-// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but ignores cluster, shared and resident if at_once
-// is set.
+// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but ignores cluster and shared if at_once is set.
 struct Grid {
   int64_t blocks;
-  int threads;            // per block
-  int cluster = 1;        // blocks per cluster; ignored on devices without clusters
-  bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
-  int shared = 0;         // bytes of dynamic shared memory
-  bool resident = false;  // limits the blocks to the number that can run at once
+  int threads;           // per block
+  int cluster = 1;       // blocks per cluster; ignored on devices without clusters
+  bool at_once = false;  // cooperative launch, with at most one block per multiprocessor
+  int shared = 0;        // bytes of dynamic shared memory
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a grid; grid-stride loops cover larger ranges
@@ -283,15 +281,11 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// Number of thread blocks of a kernel that run at once, with `threads` threads per block and no dynamic shared memory.
-int64_t resident_blocks(const void* function, int threads);
-
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
-  if (grid.resident) grid.blocks = smaller(grid.blocks, resident_blocks(function, grid.threads));
   const bool waits = waits_for_stream(function);
   const unsigned cluster = waits ? grid.cluster : 1;  // clusters need compute capability 9.0, like programmatic launches
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},

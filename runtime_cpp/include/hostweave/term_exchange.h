@@ -43,8 +43,6 @@ class TermExchange {
     return {{own, count, is_sent ? nullptr : own, exchange(), 0, false}, own, {}};
   }
 
-  int64_t multiprocessors() const;
-
   struct Shared;
 
  private:
@@ -67,9 +65,7 @@ void abort_exchanges(ncclComm_t comm);
 template <class Terms, class... Params, class... Args>
 cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStream_t stream, const TermExchange& exchange,
                             const typename Terms::Element* own, int64_t count, const Args&... args) {
-  const int64_t most = Terms::kMostOfEach * exchange.multiprocessors();
-  grid.blocks = smaller(grid.blocks, clamped(most / grid.cluster, 1, kMaxBlocks) * grid.cluster);
-  grid.resident = Terms::kMostOfEach > 1;
+  grid.blocks = smaller(grid.blocks, clamped(multiprocessors() / grid.cluster, 1, kMaxBlocks) * grid.cluster);
   return launch_pdl(kernel, grid, stream, exchange.terms<Terms>(own, count, stream), args...);
 }
 

@@ -78,7 +78,6 @@ template <class T, int kRanks>
 struct Terms {
   using Element = T;
   static constexpr bool kScatters = false;
-  static constexpr int kMostOfEach = 1;  // maximum thread blocks per multiprocessor
   static constexpr int64_t kMostBytes = kExchangeBytes;
 
   const T* own;
@@ -292,7 +291,6 @@ template <class T, int kRanks, bool kSums>
 struct LandedBlocks {
   using Element = T;
   static constexpr bool kScatters = kSums;
-  static constexpr int kMostOfEach = 2;
   static constexpr int64_t kMostBytes = kBlockBytes / kRanks / 16 * 16;
 
   const T* own;       // all-gather: the block of this rank; reduce-scatter: one block for each rank
