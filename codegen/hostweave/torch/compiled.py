@@ -190,12 +190,11 @@ class CompiledModule(Delegating):
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        expect_eager(self._name, self._held_tensors.tensors)
-        self._expect_no_gradients(self._held_tensors.tensors)
-        self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
-        expect_eager(self._name, arguments=[*arrays.values()])
-        self._expect_no_gradients(arrays.values())
+        tensors = [*self._held_tensors.tensors, *arrays.values()]
+        expect_eager(self._name, tensors)
+        self._expect_no_gradients(tensors)
+        self._expect_unchanged()
         return arrays
 
     def _expect_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -278,7 +278,7 @@ def _override_few(rules: Mapping[Any, Any], **more: Any) -> Any:
 
 def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
     """Returns only the lines that torch looks for: lines outside of torch, and lines of functions named `forward`."""
-    if not all(isinstance(line, dict) for line in lines):  # newer versions of torch
+    if lines and not isinstance(lines[0], dict):  # newer versions of torch
         return _lines(lines, skip)
     return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(_TORCH)], 0)
 

@@ -65,10 +65,9 @@ class Differentiated(CompiledModule):
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
         """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph."""
-        expect_eager(self._name, self._held_tensors.tensors)
-        self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
-        expect_eager(self._name, arguments=[*arrays.values()])
+        expect_eager(self._name, [*self._held_tensors.tensors, *arrays.values()])
+        self._expect_unchanged()
         if torch.is_grad_enabled() and (found := inference_tensor(arrays.items())):
             raise ArgumentError(f"{self._name}: {found}")
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
@@ -188,7 +187,7 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         model: TrainingModule = ctx.model
         name = model._name
-        expect_eager(name, arguments=tangents)
+        expect_eager(name, tangents)
         if torch.is_grad_enabled():
             raise ArgumentError(f"{name}: second derivatives are not compiled; call backward without create_graph=True")
         try:

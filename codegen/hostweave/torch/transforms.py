@@ -14,11 +14,11 @@ from hostweave.base.errors import ArgumentError
 _REMEDY = "apply it to the original module, or compile with training=True and call backward()"
 
 
-def expect_eager(name: str, held: Sequence[torch.Tensor] = (), arguments: Sequence[torch.Tensor] = ()) -> None:
+def expect_eager(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ArgumentError in a transform of torch.func and in a tracer, and for tensors with a tangent of forward-mode derivatives."""
-    if peek_interpreter_stack() is not None or any(map(is_legacy_batchedtensor, arguments)):
+    if peek_interpreter_stack() is not None or any(map(is_legacy_batchedtensor, tensors)):
         why = "torch.vmap, torch.func.jvp, is_grads_batched=True and similar transforms do not see the ops of a compiled module"
-    elif forward_ad._current_level >= 0 and any(map(_has_tangent, (*held, *arguments))):
+    elif forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
         why = "a tensor has a tangent, but forward-mode derivatives are not compiled"
     elif get_proxy_mode() is not None or torch._C._get_tracing_state() is not None:
         why = "torch.export, make_fx and torch.jit.trace do not see the ops of a compiled module"
