@@ -15,12 +15,14 @@ from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
 
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 from cuda_here import compiles, quick_options
 from turns import FOLDER as OBJECTS
 from turns import with_others
+from xdist.scheduler import LoadGroupScheduling
 
 from hostweave.base.errors import BuildError
 from hostweave.build import make, nvrtc
@@ -129,6 +131,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     most WORKERS. The additional worker uses the time in which tests wait for processes, time-outs and locks."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
+
+
+class Scheduling(LoadGroupScheduling):
+    """Forgets finished groups of tests. After each test, xdist counts all groups of a worker, so the time would be quadratic in the number
+    of tests."""
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        groups = self.assigned_work[node]
+        self.assigned_work[node] = {name: group for name, group in groups.items() if not all(group.values())}
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return Scheduling(config, log) if config.option.dist == "loadgroup" else None
 
 
 def pytest_collection_finish() -> None:

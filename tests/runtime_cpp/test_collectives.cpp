@@ -403,5 +403,3 @@ TEST(bad_arguments) {
   for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
   EXPECT(ncclCommDestroy(comms[0]) == ncclInvalidArgument);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

@@ -203,5 +203,3 @@ TEST(what_other_threads_may_do) {
   EXPECT(in_mode(cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed) == cudaSuccess);
   EXPECT(in_mode(cudaStreamCaptureModeGlobal, cudaStreamCaptureModeGlobal) == cudaErrorStreamCaptureUnsupported);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

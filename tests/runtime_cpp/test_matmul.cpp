@@ -248,5 +248,3 @@ TEST(a_shared_workspace_is_a_conflict) {
   });
   EXPECT_IN("missing dependency", error);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

@@ -83,5 +83,3 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
   });
   if (!error.empty()) throw Failure(error);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

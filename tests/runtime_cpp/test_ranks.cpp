@@ -227,5 +227,3 @@ TEST(objects_that_a_waiting_thread_may_use_are_not_destroyed_at_the_exit) {
   EXPECT(status_after_a_channel(1) == 7);
   EXPECT(status_after_a_channel(2) == 3);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

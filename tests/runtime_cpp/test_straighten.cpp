@@ -104,5 +104,3 @@ TEST(the_order_of_random_graphs_stays) {
     }
   }
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

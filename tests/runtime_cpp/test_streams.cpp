@@ -319,5 +319,3 @@ TEST(a_rank_that_blocks_outside_the_device_is_named) {
   });
   EXPECT_IN("rank 0 has the turn, but has not called the device", error);
 }
-
-int main(int argc, char** argv) { return testing::main(argc, argv); }

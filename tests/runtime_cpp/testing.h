@@ -26,11 +26,15 @@ inline std::map<std::string, std::function<void()>>& tests() {
   return all;
 }
 struct Register {
-  Register(const char* name, std::function<void()> body) { tests().emplace(name, std::move(body)); }
+  Register(const std::string& file, const std::string& name, std::function<void()> body) {
+    const size_t begin = file.rfind('/') + 1;
+    tests().emplace(file.substr(begin, file.rfind('.') - begin) + " " + name, std::move(body));
+  }
 };
-#define TEST(name)                                             \
-  static void name();                                          \
-  static const testing::Register register_##name(#name, name); \
+// The name of a test begins with that of its file.
+#define TEST(name)                                                       \
+  static void name();                                                    \
+  static const testing::Register register_##name(__FILE__, #name, name); \
   static void name()
 
 inline std::string where(int line, const std::string& text) { return "line " + std::to_string(line) + ": " + text; }
@@ -148,7 +152,7 @@ struct Comm {
 inline int main(int argc, char** argv) {
   int failed = 0;
   for (const auto& [name, body] : tests()) {
-    if (argc > 1 && name != argv[1]) continue;
+    if (argc > 1 && !name.starts_with(argv[1])) continue;
     try {
       body();
       std::printf("ok %s\n", name.c_str());
