@@ -24,6 +24,14 @@ OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
 STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"
+# CUDA's headers define hundreds of static functions. Without optimisation GCC compiles all of them in each file, for longer than a program.
+CUDA_STANDARD = """\
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#pragma GCC pop_options
+"""
 LIBRARY = "-fvisibility=default"  # option used only for the runtime library
 HEADERS_OF = {
     ("cpu", PROGRAM): (*HEADERS, *OF_KERNELS),
@@ -85,12 +93,15 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        header.write_text(STANDARD + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
+        standard = STANDARD + CUDA_STANDARD if target == "cuda" else STANDARD
+        header.write_text(standard + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
         yield _case(toolchain, what, str(header), level)
 
 
 def _level(what: str, optimised: Collection[str]) -> list[str]:
-    return [] if what in optimised else ["-O0", "-fwrapv"]  # kernels, which may be part of a program's file, need -fwrapv
+    """Options of files that are not optimised. Kernels, which may be part of a program's file, need -fwrapv. GCC omits unused functions of
+    CUDA_STANDARD only with -ftoplevel-reorder."""
+    return [] if what in optimised else ["-O0", "-ftoplevel-reorder", "-fwrapv"]
 
 
 def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str:
