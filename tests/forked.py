@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -59,6 +60,7 @@ def run(args: list[str], timeout: float, **options: Any) -> subprocess.Completed
 def _server() -> socket.socket:
     """Starts the server, which ends when this process closes the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    atexit.register(ours.close)  # otherwise Python warns at the exit
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}  # NumPy starts no threads, so forks are safe
     with theirs:
