@@ -387,7 +387,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda v: hw.split(v.across, [1, 1], 1),
         "split: lengths [1, 1] do not add up to 3, the size of dim 1 of i64[M, 3]; correct them",
     ),
-    "squeeze": (lambda v: hw.squeeze(v.x, 0), "squeeze: dim 0 of f32[M, N] has more than one element"),
+    "squeeze": (lambda v: hw.squeeze(v.x, 0), "squeeze: dim 0 of f32[M, N] does not have size 1"),
     "reduction": (lambda v: hw.cross_entropy(v.x, v.across[:, 0], reduction="max"), "reduction='max' is not 'mean', 'sum' or 'none'"),
     "target": (lambda v: hw.cross_entropy(v.x, v.places), "f32[M, N] and a target of i64[T] are not floats [..., V] and ints [...]"),
     "bits of floats": (lambda v: v.x << v.x, "bitwise_left_shift: not defined for f32; use hw.astype to a dtype that is int or uint"),

@@ -397,15 +397,13 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
     """Removes the dims that `axis` names. Each of these dims must have one element. The result is a view.
 
-    Raises ProgramError if such a dim has more elements. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
+    Raises ProgramError if such a dim has another size. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
     given = axis if isinstance(axis, tuple) else (axis,)
     gone = {dim_of(x, one, "squeeze") for one in given}
     for number in sorted(gone):
         if x.type.shape[number] != Size():
-            raise ProgramError.here(
-                f"squeeze: dim {number} of {x.type} has more than one element; select one by an index, or reduce the dim"
-            )
+            raise ProgramError.here(f"squeeze: dim {number} of {x.type} does not have size 1; select one index, or reduce the dim")
     return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
 
 
