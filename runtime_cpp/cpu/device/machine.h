@@ -1,9 +1,9 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
 // One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, the machine checks the op's
-// accesses, and adds the op to its collectives. In seeded mode, the machine also fills the op's outputs with 0xff bytes. When
-// an op ends, the streams that wait for the op wake. In parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode
-// (turns.cpp), a seed chooses one step at a time among streams and host threads.
+// accesses for races if check_dependencies is on, and adds the op to its collectives. In seeded mode, the machine also fills the
+// op's outputs with 0xff bytes. When an op ends, the streams that wait for the op wake. In parallel mode (workers.cpp), a thread
+// pool runs ready ops. In seeded mode (turns.cpp), a seed chooses one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>

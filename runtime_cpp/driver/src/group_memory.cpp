@@ -48,7 +48,7 @@ GroupMemory::~GroupMemory() {
     HW_CHECK(cudaDeviceSynchronize());
     release_window(data_, {registered_});
   } catch (const std::exception&) {
-    // Nothing can be done if the device cannot free the memory.
+    // Nothing can be done if the group has failed, or if the device cannot free the memory.
   }
 }
 

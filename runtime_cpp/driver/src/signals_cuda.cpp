@@ -98,7 +98,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   int least = 0, greatest = 0;
   HW_CHECK(cudaGetDevice(&found.device));
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // No other stream has this priority, so the writes do not queue behind streams that wait.
+  // Streams of programs have other priorities, so the writes do not queue behind streams that wait.
   HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
   HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;

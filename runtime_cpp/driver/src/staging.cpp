@@ -64,7 +64,7 @@ void StagedCalls::prepare(std::vector<Call> calls) {
   }
 }
 
-// Copies inputs on GPUs of other ranks to local memory.
+// Copies those inputs of a call that are on GPUs of other ranks to the GPU of this rank.
 //
 // All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
 // GPUs. A rank's copy for call 2 waits for call 1 of that rank. If that copy is queued before another rank's copy for call 1,
@@ -88,8 +88,8 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// Device addresses for arrays. If an array is on this device and sufficiently aligned, the address is its own; otherwise, memory
-// of `staging`.
+// Device address for each array: the address of the array if it is on this device and aligned to 16 bytes, otherwise an address
+// in `staging`.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
   std::vector<void*> placed;

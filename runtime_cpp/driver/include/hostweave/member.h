@@ -62,9 +62,9 @@ class Member {
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels. A key is the name of a process group: its axes, preceded by its mesh if
-  // that mesh is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device than
-  // the process group.
+  // Uses communicators of the application as channels. A key is ProcessGroup::name(), preceded by the mesh of the process group
+  // if this mesh is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device
+  // than the process group.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Collective. Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
