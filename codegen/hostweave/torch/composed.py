@@ -1,4 +1,7 @@
-"""Decomposition rules: ATen ops written in terms of other ATen ops. In training, torch differentiates the decomposed graph."""
+"""Decomposition rules: ATen ops written in terms of other ATen ops.
+
+In training, torch differentiates the decomposed graph, except for the ops in `linalg.DERIVED` and `special.DERIVED`.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -63,13 +66,15 @@ def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
     """Slices the flattened matrix with a step of one row plus one element."""
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = y.shape[-2:]
-    length = min(rows + min(offset, 0), columns - max(offset, 0))
+    length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
     begin = max(offset, 0) - min(offset, 0) * columns
     flat = y.flatten(-2)
     return aten.slice(flat, flat.ndim - 1, begin, begin + (length - 1) * (columns + 1) + 1, columns + 1)
 
 
 def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    if not source.shape[-1]:
+        return x
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = (torch.arange(size, device=x.device) for size in y.shape[-2:])
     of_row = source.index_select(-1, (rows + min(offset, 0)).clamp(0, source.shape[-1] - 1)).unsqueeze(-1)
@@ -78,7 +83,7 @@ def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim
 
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:
     if not x.ndim:
-        return x.reshape(1)
+        return x.reshape(1)[:size]
     dim = dim % x.ndim
     count = (x.shape[dim] - size) // step + 1
     places = (torch.arange(count, device=x.device) * step)[:, None] + torch.arange(size, device=x.device)
@@ -117,7 +122,7 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's associative_scan. The size of the dim may be unknown at compile time if its maximum is known."""
+    """torch's associative_scan. If the size of the dim is unknown at compile time, its maximum must be known."""
     leaves, spec = pytree.tree_flatten(xs)
     dim_count = leaves[0].ndim
     dim = dim % dim_count
@@ -216,15 +221,21 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
     return median
 
 
+def _median_of_all(skips_nan: bool) -> Callable[[torch.Tensor], Any]:
+    return lambda x: _median(skips_nan)(x.reshape(-1), 0)[0] if x.numel() else x.new_full((), math.nan)
+
+
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """For each value, counts the elements of the sorted row that are less than the value. With `right`, equal elements count too."""
+    """For each value, counts the elements of the sorted row that are less than the value. With `right`, equal elements count too. For a
+    value of NaN, all elements count."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
-    values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
+    if not isinstance(values, torch.Tensor):
+        values = torch.full((), values, dtype=sorted_.dtype if sorted_.is_floating_point() else None, device=sorted_.device)
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
-    before = (rows <= found) if right or side == "right" else (rows < found)
-    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+    behind = (rows > found) if right or side == "right" else (rows >= found)
+    return (~behind).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
 def bucketize(values: Any, boundaries: torch.Tensor, **how: Any) -> Any:
@@ -232,6 +243,8 @@ def bucketize(values: Any, boundaries: torch.Tensor, **how: Any) -> Any:
 
 
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    if not x.numel():
+        return x.new_zeros(bins)
     flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     low, high = (flat.amin(), flat.amax()) if min == max else (flat.new_full((), min), flat.new_full((), max))
     low, high = torch.where(low == high, low - 1, low), torch.where(low == high, high + 1, high)
@@ -257,6 +270,8 @@ def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
+    if not index.numel():
+        return x
     dim = dim % x.ndim
     own = x[tuple(slice(None) if i == dim else slice(size) for i, size in enumerate(index.shape))]
     source = source[tuple(map(slice, index.shape))]
@@ -290,6 +305,8 @@ def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.T
 def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:
     """Writes the elements of the source, in order, to the positions at which the mask is true."""
     x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
+    if not source.numel():  # the mask is false everywhere
+        return x
     number = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.reshape(-1)[number].view(x.shape), x)
 
@@ -310,8 +327,9 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`. With
-    `include_last_offset`, the last offset is the end of the last bag."""
-    if scale_grad_by_freq or sparse:
+    `include_last_offset`, the last offset is not read, because torch requires the number of indices. With another number, torch's kernels
+    differ: most of them, and all on a GPU, give all later indices to the last bag."""
+    if scale_grad_by_freq or sparse or (mode == 2 and not indices.shape[0]):
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
     bag_of = searchsorted(begins, torch.arange(indices.shape[0], device=indices.device), right=True) - 1
@@ -334,17 +352,22 @@ def embedding_bag(
 
 
 def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
-    return beta * x + alpha * torch.bmm(a, b).sum(0, dtype=x.dtype)
+    product = alpha * torch.bmm(a, b).sum(0, dtype=x.dtype)
+    return beta * x + product if beta else product.expand(x.shape)
+
+
+def _norm(x: torch.Tensor, p: float) -> Any:
+    return torch.linalg.vector_norm(x, p, -1) if x.shape[-1] else x.sum(-1)
 
 
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -> Any:
-    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
+    return _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p)
 
 
 def pdist(x: torch.Tensor, p: float = 2) -> Any:
     pairs = [(i, j) for i in range(x.shape[0]) for j in range(i + 1, x.shape[0])]
     first, second = (torch.tensor([pair[place] for pair in pairs], dtype=torch.int64, device=x.device) for place in (0, 1))
-    return torch.linalg.vector_norm(x[first] - x[second], p, -1)
+    return _norm(x[first] - x[second], p)
 
 
 def trilinear(
@@ -374,14 +397,17 @@ def frexp(x: torch.Tensor) -> Any:
     """Returns the mantissa and the exponent. The absolute value of the mantissa is at least 0.5 and below 1. For 0, infinities and NaNs the
     mantissa is x, and the exponent is 0.
 
-    The exponent from log2 may be too large or too small by 1. The mantissa is then out of range, and both are corrected."""
+    Subnormal numbers are first multiplied by 2^64. The exponent from log2 may be too large or too small by 1. The mantissa is then out of
+    range, and both are corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    is_subnormal = wide.abs() < torch.finfo(wide.dtype).tiny
+    wide = torch.where(is_subnormal, wide * 2.0**64, wide)
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may overflow, so x is multiplied in two steps
     mantissa = wide * torch.pow(2.0, (-half).to(wide.dtype)) * torch.pow(2.0, (half - exponent).to(wide.dtype))
     up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
     mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))
-    exponent = exponent + up.to(torch.int32) - down.to(torch.int32)
+    exponent = exponent + up.to(torch.int32) - down.to(torch.int32) - 64 * is_subnormal.to(torch.int32)
     odd = (wide == 0) | ~torch.isfinite(wide)
     return torch.where(odd, wide, mantissa).to(x.dtype), torch.where(odd, 0, exponent)
 
@@ -465,8 +491,8 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.kthvalue.default: kthvalue,
     aten.median.dim: _median(False),
     aten.nanmedian.dim: _median(True),
-    aten.median.default: lambda x: _median(False)(x.reshape(-1), 0)[0],
-    aten.nanmedian.default: lambda x: _median(True)(x.reshape(-1), 0)[0],
+    aten.median.default: _median_of_all(False),
+    aten.nanmedian.default: _median_of_all(True),
     aten.bucketize.Tensor: bucketize,
     aten.bucketize.Scalar: bucketize,
     aten.searchsorted.Tensor: searchsorted,
@@ -485,7 +511,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: trilinear,
     aten.angle.default: angle,
     aten.rrelu_with_noise_functional.default: rrelu,
-    # ops that fill a tensor with random numbers, such as x.exponential_()
+    # random numbers; most of these ops fill a tensor, such as x.exponential_()
     aten.uniform.default: _uniform,
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
     aten.bernoulli.p: _filled(torch.rand_like, torch.lt),

@@ -222,7 +222,8 @@ def _inverse_of_erfc(q: Any) -> Any:
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
     for _ in range(3):
-        off = (torch.erfc(y) - q) * (math.sqrt(math.pi) / 2) * torch.exp(y * y)
+        half = torch.exp(y * y / 2)  # exp(y * y) may overflow
+        off = (torch.erfc(y) - q) * (math.sqrt(math.pi) / 2) * half * half
         y = y + off / (1 + y * off)
     return torch.where(q == 0, math.inf, y)
 
@@ -259,13 +260,18 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
         is_odd = torch.remainder(n, 2) == 1
         turned = (x < 0) & is_odd
         sign = torch.where(turned, -1.0, 1.0)
+        power = torch.exp(n * outside)  # hyperbolic functions overflow before their quotients do
+
+        def valid(made: Any) -> Any:
+            return torch.where(n > 0, made, torch.where(n == 0, 1.0, 0.0))
+
         if kind == "t":
             a, b = torch.cos(n * inside), sign * torch.cosh(n * outside)
-            return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
+            return valid(torch.where(size <= 1, a, b))
         if kind == "u":
             a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
-            b = sign * torch.where(outside < 1e-4, n + 1, torch.sinh((n + 1) * outside) / torch.sinh(outside))
-            return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
+            b = sign * torch.where(outside < 1e-4, n + 1, power * torch.expm1(-2 * (n + 1) * outside) / torch.expm1(-2 * outside))
+            return valid(torch.where(size <= 1, a, b))
         # The third kind at x equals the fourth kind at -x, up to the sign for odd degrees.
         half = n + 0.5
         near = x if kind == "v" else -x
@@ -275,12 +281,13 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
         )
         of_cosh = torch.where(
             near >= 0,
-            torch.cosh(half * outside) / torch.cosh(outside / 2),
-            torch.where(is_odd, -1.0, 1.0) * torch.where(outside < 1e-4, 2 * n + 1, torch.sinh(half * outside) / torch.sinh(outside / 2)),
+            power * (1 + torch.exp(-2 * half * outside)) / (1 + torch.exp(-outside)),
+            torch.where(is_odd, -1.0, 1.0)
+            * torch.where(outside < 1e-4, 2 * n + 1, power * torch.expm1(-2 * half * outside) / torch.expm1(-outside)),
         )
         made = torch.where(size <= 1, of_cos, of_cosh)
         made = made if kind == "v" else torch.where(is_odd, -made, made)
-        return torch.where(n < 0, 0.0, made)
+        return valid(made)
 
     return function
 

@@ -90,7 +90,9 @@ def _largest(count: int) -> Callable[..., Any]:
         for dim, (size, k) in enumerate(zip(x.shape[-count:], kernel, strict=True)):
             own = chosen // math.prod(kernel[dim + 1 :]) % k
             begin = (torch.arange(sizes[dim], device=x.device) * stride[dim] - padding[dim]).view(-1, *[1] * (count - 1 - dim))
-            number = number * size + begin + own * dilation[dim]
+            place = begin + own * dilation[dim]
+            # A window chooses padding only if its elements are all minimal. It then chooses its first element, as in torch.
+            number = number * size + (torch.where(place < 0, place % dilation[dim], place) if padding[dim] else place)
         return values, number
 
     return pool
@@ -110,9 +112,10 @@ def _adaptive_average(count: int) -> Callable[..., Any]:
                 x = x.unflatten(dim, (out, size // out)).mean(dim + 1)
             else:
                 begin, end = _begins_and_ends(size, out, x.device)
-                places = torch.arange(size, device=x.device)
-                inside = ((places[:, None] >= begin) & (places[:, None] < end)).to(x.dtype) / (end - begin)
-                x = torch.matmul(x.transpose(dim, -1), inside).transpose(dim, -1)
+                places = begin[:, None] + torch.arange(size // out + 2, device=x.device)
+                parts = x.index_select(dim, places.clamp(max=size - 1).flatten()).unflatten(dim, places.shape).movedim(dim + 1, -1)
+                lengths = (end - begin).to(x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
+                x = torch.where((places < end[:, None]).view(out, *[1] * (x.ndim - 1 - dim), -1), parts, 0).sum(-1) / lengths
         return x
 
     return pool
