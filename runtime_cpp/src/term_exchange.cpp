@@ -35,7 +35,7 @@ struct TermExchange::Shared {
   DeviceMemory gathered;
   const void* sent = nullptr;  // blocks that a kernel has sent, and whose reduce-scatter is not launched yet
 
-  // Returns the resources of a channel. They live as long as the rank.
+  // Returns the resources of a channel. The resources live as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
     Handle& handle = rank.handle(("terms of " + std::to_string(reinterpret_cast<uintptr_t>(&channel))).c_str());
     if (!handle.handle) handle = {new Shared, [](void* shared) { delete static_cast<Shared*>(shared); }};

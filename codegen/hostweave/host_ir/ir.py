@@ -59,7 +59,7 @@ class Kernel:
     """A generated kernel of ops on local tensors, such as pointwise ops and reductions.
 
     `ends` is the reason why the kernel is not fused with the consumers of its results, or "". `receivers` is the number of ranks to which
-    the kernel itself sends blocks of its only result, or 0.
+    the kernel itself sends blocks of its only result. If the kernel sends no blocks, `receivers` is 0.
     """
 
     name: str

@@ -26,7 +26,7 @@ struct Strided {
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };
 
-// Operands of a call's epilogue. The epilogue is applied before rounding. Its activation is a part of the plan.
+// Operands of a call's epilogue. The epilogue is applied before rounding. The activation is a part of the plan.
 struct Epilogue {
   double scale = 1;
   const void* accumulate = nullptr;  // added to the product; c itself, or a matrix with the layout of c

@@ -1,4 +1,4 @@
-// Instructions for tensor cores, and for tiles of their operands in shared memory, of GPUs since Ampere.
+// Tensor core instructions of GPUs since Ampere, and instructions that copy operands to shared memory or load them from there.
 #pragma once
 #include "hostweave/types.h"
 
@@ -40,7 +40,7 @@ __device__ uint4 load_matrices(const void* row) {
   return to;
 }
 
-// Starts to copy `bytes` of 16 bytes to shared memory. The rest becomes zeros.
+// Starts to fill 16 bytes of shared memory: copies `bytes` bytes, and sets the remaining bytes to zero.
 __device__ inline void copy_to_shared(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
