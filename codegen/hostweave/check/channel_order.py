@@ -51,8 +51,7 @@ class PostedCommunications:
 
 
 def _place(part: Operation) -> tuple[ChannelGroup, bool]:
-    """Channel of a communication. The second element is True if a generated kernel exchanges data. The library does not order such
-    communications."""
+    """Channel of a communication, and True if a generated kernel exchanges the data, which the library does not order."""
     return channel_of(part), part.instruction.exchanges
 
 

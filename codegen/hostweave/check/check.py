@@ -154,7 +154,6 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: put the two into separate groups")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may write the memory that it reads."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):

@@ -167,7 +167,6 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
 
 
 def _deadlock(order: Order, task: Task) -> Exception:
-    """Error that names a cycle of tasks which wait for each other."""
     path: list[tuple[Task, str]] = []
     seen: dict[Task, int] = {}
     while task not in seen:

@@ -69,8 +69,7 @@ SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
-    """Converts instructions to functions that execute them on a rank. Ranks with equal local sizes share the functions, so that types are
-    evaluated and expressions compiled only once."""
+    """Converts instructions to functions that execute them. Ranks with equal local sizes share these functions."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -181,7 +180,6 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
 
 
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
-    """Binds a parameter of an inlined call. Does nothing on ranks without the argument."""
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:
@@ -207,8 +205,7 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that is one operation. The operation of a computation has a copy of the instruction, with values in place of
-    expressions."""
+    """Binds an instruction that is one operation. A computation's operation has values in place of expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -289,7 +286,6 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) ->
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
-    """Builds one send or recv for each route of a rank."""
     sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
     layout_of_buffer = b.layouts[name]
     equal = b.size(Size(layout_of_buffer.count, (), i.count), i) if isinstance(i.count, int) else 0
@@ -319,7 +315,6 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
 
 
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> SimulationStep:
-    """Binds communications that are posted together."""
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
     def step(run: Run) -> None:

@@ -105,8 +105,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
-    """A loop over an array of structs checks the tensors of parameter groups. If a group binds sizes, its first tensor is also checked
-    before the loop."""
+    """Checks of tensors. A loop checks parameter groups. The first tensor of a group that binds sizes is checked before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
@@ -157,7 +156,6 @@ def argument(
 
 
 def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
-    """Local type of a parameter, or of one tensor of a parameter group."""
     type = program.local_type(parameter)
     return replace(type, shape=type.shape[1:]) if parameter.group else type
 

@@ -250,8 +250,7 @@ class CppExprPrinter:
         return f"({text})" if isinstance(expr, Binary) and OPERATORS[expr.op][0] < precedence else text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """Returns the C++ of a remainder that is never negative. In C++, a negative left operand gives a negative remainder, so the C++
-        adds a multiple of the right operand, or calls hw::mod."""
+        """C++ of a remainder that is never negative, unlike the remainder of C++ for a negative left operand."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

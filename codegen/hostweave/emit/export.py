@@ -90,7 +90,6 @@ def _sources(emitted: ProgramSources) -> dict[str, str]:
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """Files that an earlier export wrote to the folder, as a dict from path to SHA-256."""
     try:
         lines = (folder / _SUMS).read_text().splitlines()
     except FileNotFoundError:

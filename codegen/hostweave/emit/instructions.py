@@ -500,7 +500,6 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 
 def _arguments(program: ir.HostProgram) -> set[str]:
-    """Buffers that are used only once, by a call of a function."""
     used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
     calls = (i for i in tree.walk(program.body) if tree.names(i, "call"))
     return {name for i in calls for name in tree.names(i, "read", "write") if used[name] == 1}

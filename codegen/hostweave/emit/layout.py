@@ -63,7 +63,6 @@ _HEADS = (
 
 
 def _broken(line: str, indent: str) -> list[str]:
-    """Breaks one statement into as many lines as needed."""
     if len(indent + line) <= COLUMNS:
         return [indent + line]
     if line.startswith("//"):
@@ -113,12 +112,10 @@ def _filled(line: str, words: list[str], margin: str) -> list[str]:
 
 
 def _end(depths: list[int], start: int) -> int:
-    """Index of the bracket that closes the innermost bracket open at `start`."""
     return next((i for i in range(start, len(depths) - 1) if depths[i + 1] < depths[start]), len(depths) - 1)
 
 
 def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
-    """Splits a line from `start` on after each comma between arguments."""
     cuts = [i + 1 for i in range(start, _end(depths, start)) if bare[i] == "," and depths[i] == depths[start]]
     return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 

@@ -33,7 +33,6 @@ def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
 
 
 def _scales(types: Sequence[BufferType]) -> Iterator[str]:
-    """Yields the cuBLASLt scale modes of the operands a [M, K] and b [K, N]."""
     a, b, _, *scales = types
     kind = scaling(a.shape, b.shape, scales[0].shape, scales[1].shape)
     for type, scale, outer in ((a, scales[0], 0), (b, scales[1], 1)):

@@ -94,6 +94,5 @@ def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
 
 
 def _is_of_keys(op: Op) -> bool:
-    """True if the op all-gathers the dim of keys completely."""
     dim = len(op.result.type.dims) - 2
     return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes

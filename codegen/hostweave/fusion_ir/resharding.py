@@ -96,7 +96,6 @@ class ReshardStep:
         return with_layout(type, tuple(after), partial)
 
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
-        """True if the step can change `type` to `target`."""
         if self.kind == "transfer":
             is_move = not type.partial and not target.partial and type.mesh != target.mesh
             return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))
@@ -227,7 +226,6 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """Plans a reduction of a partial value on its mesh, and then a transfer if needed."""
     if target.partial:
         return None
     assert source.partial is not None
@@ -283,7 +281,6 @@ def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[F
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Yields the steps on the same mesh that can be part of a plan."""
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
@@ -293,8 +290,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ from those of a
-        single split."""
+        """True if `axes` can split a dim further. Uneven shards cannot, because blocks would differ from those of one split."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -339,8 +335,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """For each rank of a process group: the index of the rank from which it gets its new shard. A rank that already has its new shard is
-    its own source."""
+    """Source of each rank's new shard, as an index in the process group. A rank that has its new shard is its own source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

@@ -121,15 +121,13 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if `axes` can split the dims of a label. Dims in `unwalked` or `blocks` need contiguous shards, so zigzag axes cannot split
-    them."""
+    """True if `axes` can split the dims of a label. Zigzag axes cannot split `unwalked` or `blocks`, which need contiguous shards."""
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other`, which has the same label, can be split like `dim`. For a label in `blocks`, sizes do not matter, because a rank has
-    one block."""
+    """True if `other` of the same label can be split like `dim`. Sizes do not matter in `blocks`: a rank has one block."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 

@@ -166,7 +166,6 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 
 
 def _verify_further_results(body: Fusion) -> None:
-    """Checks `output` ops, which name further results of kernels and calls."""
     made = {op.result.name: op.user_kernel for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind in ("call", "repeat")}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
@@ -211,7 +210,6 @@ def _verify_loops(fusion: Fusion) -> None:
 
 
 def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
-    """Error in the iterations of a loop, or ""."""
     first, values = loop.ops[0], fusion.values()
     dim, types = first.result.walked.dim, [first.result.type, *(values[name].type for name in first.tensors if first.kind in RESHARDS)]
     size, shards = types[0].shape[dim], max(type.mesh_in(fusion.mesh).size_of(type.dims[dim].axes) for type in types)
@@ -227,7 +225,6 @@ def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
 
 
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
-    """Error in the gather whose shards a loop uses, or ""."""
     made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
     gather = made.get(loop.gathered)
     if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":
@@ -253,7 +250,6 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh) -> None:
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """Checks that a renumber converts between zigzag and rank order."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)

@@ -104,8 +104,7 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """Replaces a function that the field lacks by a random function. The shadow is the value of the NumPy function at an operand that
-        is mapped into the domain."""
+        """Replaces a function that the field lacks by a random function. Shadows use NumPy's function, mapped into its domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)

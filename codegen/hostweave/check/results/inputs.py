@@ -42,8 +42,6 @@ def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
 
 
 class _Random:
-    """Draws random numbers: floats from consecutive blocks, integers from a generator."""
-
     def __init__(self) -> None:
         self.integers = np.random.default_rng(39).integers
         self.drawn = 0

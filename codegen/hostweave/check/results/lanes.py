@@ -357,7 +357,6 @@ def apply(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _in_lanes(result: Any) -> Any:
-    """Converts a constant to an array with one lane."""
     if isinstance(result, tuple):
         return tuple(map(_in_lanes, result))
     return result if isinstance(result, Lanes) else Real.of(result) if is_float(result) else Exact.of(result)

@@ -59,8 +59,7 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds, larger for small programs. A wrong bound of a comparison shows only for numbers between the wrong and the right
-    bound. Such numbers are rarest among integers, so programs with integers get the most seeds."""
+    """Number of seeds. More for small programs and for integers, because few numbers show a wrong bound of a comparison."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -314,7 +313,6 @@ OpsByName = dict[str, tuple[Op, Lanes]]  # name after inlining -> the op that co
 
 
 def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
-    """Values of a fusion and of its functions, by their names after inlining."""
     found: OpsByName = {}
     calls: Counter[str] = Counter()
 

@@ -293,7 +293,6 @@ def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tenso
 
 
 def _of_one_sequence(scores: Tensor, offsets: Tensor) -> Tensor:
-    """Mask that is true if row and column belong to the same packed sequence."""
     token, before = hw.iota(scores, -2)[:, None], hw.expand_dims(offsets, offsets.ndim - 1)
     begun = hw.sum(hw.astype(token >= before, i32), -1)  # number of sequences that have begun at each token
     is_inside = (begun > 0) & (hw.iota(scores, -2) < hw.max(offsets, -1, keepdims=True))  # the last offset is the largest
@@ -320,8 +319,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """Softmax weights over the columns of `seen`, and the log-sum-exp of each row. If `may_see_none`, a row without such columns has zero
-    weights."""
+    """Softmax weights over the columns of `seen`, and log-sum-exps. If `may_see_none`, rows without columns have zero weights."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)

@@ -91,7 +91,6 @@ def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
 
 def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: bool, name: str) -> Tensor:
-    """Variance, computed at least in f32."""
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
@@ -177,7 +176,6 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    """True if broadcasting `shape` against `to` gives `to`."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 

@@ -83,8 +83,6 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
 
 
 def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Letters of each operand, and letters of the result."""
-
     def fail(why: str) -> NoReturn:
         raise ProgramError.here(f"einsum: {subscripts!r}: {why}")
 
@@ -115,7 +113,6 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
 
 
 def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: DimLabels) -> Tensor:
-    """Product of two tensors, summed over the labels that are missing in `result`."""
     a, of_a = _summed(a, of_a, {*of_b, *result})
     b, of_b = _summed(b, of_b, {*of_a, *result})
     batch = tuple(label for label in result if label in of_a and label in of_b)
@@ -141,7 +138,6 @@ def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: Dim
 
 
 def _summed(x: Tensor, labels: DimLabels, kept: set[Hashable]) -> tuple[Tensor, DimLabels]:
-    """Sums over the dims whose labels are not in `kept`."""
     axes = tuple(i for i, label in enumerate(labels) if label not in kept)
     return (hw.sum(x, axis=axes) if axes else x), tuple(label for label in labels if label in kept)
 

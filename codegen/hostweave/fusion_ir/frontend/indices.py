@@ -219,8 +219,7 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Start of a slice of `length` elements, clamped, as an i64 tensor. `before` has the sizes of the dims along which the start may
-    vary."""
+    """Clamped start of a slice of `length` elements, as an i64 tensor. The start may vary along dims of the sizes `before`."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")

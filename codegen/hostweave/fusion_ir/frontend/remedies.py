@@ -65,7 +65,6 @@ def instead_of(name: str) -> str:
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
-    """Method of an operator that always raises an error."""
     return lambda size, other: size._refuse(sign, other, reverse)
 
 

@@ -33,12 +33,10 @@ def _kind(written: str, dtype: DType) -> str:
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
-    """Method of a unary operator."""
     return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Methods of a binary operator: the plain and the reflected one."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -299,7 +297,6 @@ class _Trace:
         return self.add(op, target, pinned=kind == "reshard")
 
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Tensor]) -> Any:
-        """Calls the user's function, and names tensors after its variables."""
         outer = being_traced.set(self)
         try:
             returned = function(**arguments)
@@ -343,8 +340,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts an int to a float if `is_float`, which is true if the last tensor operand has floats. Subclasses of int and float become
-    plain numbers."""
+    """Converts an int to a float if `is_float`. Subclasses of int and float become plain numbers."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

@@ -205,8 +205,7 @@ class Function:
         return f"<hostweave function {self.name}>"
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
-        """Calls the function. Returns a tensor, or a tuple of tensors. An argument with another sharding than the parameter is
-        resharded."""
+        """Calls the function. Returns a tensor or a tuple. Reshards an argument whose sharding differs from the parameter's."""
         tensors = self._bound(arguments, named)
         made = self._traced(tensors[0]._trace)
         result = record("call", *tensors, callee=made)
@@ -276,8 +275,6 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[
 
 
 class _Names:
-    """Names of values by their numbers."""
-
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}

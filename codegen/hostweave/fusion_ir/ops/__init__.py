@@ -67,8 +67,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of an op's result. Functions and reshards state the mesh, and so do ops without operands. Other results are on the operands'
-    mesh."""
+    """Mesh of a result: stated by functions, reshards and ops without operands, and otherwise that of the operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:

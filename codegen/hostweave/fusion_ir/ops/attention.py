@@ -94,7 +94,6 @@ def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, Tenso
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
-    """Number of blocks of keys as a tuple of one size, or an empty tuple."""
     count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
     if count < 0:
         raise Mismatch(f"blocks={count} is not a number of blocks of keys; write 1 or more, or leave it out")
@@ -199,8 +198,6 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """NumPy function of an op: the result of `compute` at `index`."""
-
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
         (q, k, *others), rest = operands[:count], list(operands[count:])
@@ -270,8 +267,7 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients. Gradients of keys and values are sums over rows. The gradient of a bias is a sum over the dims along which
-    the bias broadcasts."""
+    """Index map of gradients. Those of keys and values are sums over rows, and that of a bias over its broadcast dims."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)

@@ -146,7 +146,6 @@ def broadcast(types: Types) -> tuple[Dim, ...]:
 
 
 def _aligned(types: Types) -> str:
-    """Remedy for operands that do not broadcast: a transpose, or a last dim of 1."""
     a, b = (type.shape for type in sorted(types[-2:], key=lambda type: -len(type.dims)))
     if len(a) == len(b) == 2 and a == b[::-1]:
         return "transpose one of them, as in x + y.T"

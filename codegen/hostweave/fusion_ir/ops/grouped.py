@@ -97,8 +97,6 @@ def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> A
 
 
 def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Extends a NumPy reference to operands with a leading batch dim."""
-
     def of_each(np: Any, x: Any, *others: Any) -> Any:
         if others[1].ndim == 1:
             return function(np, x, *others)

@@ -134,7 +134,6 @@ def _reverse_second(types: Types, op: Op) -> TensorType:
 
 
 def _reversed_alone(types: Types, op: Op) -> IndexMap:
-    """Index map of reverse_second: a rank needs both halves."""
     labels = numbered(types[0].shape)
     source = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
     return IndexMap((source,), labels, blocks=((labels[op[HALVES]], 1),), unwalked=frozenset((INDEXED,)))

@@ -104,7 +104,6 @@ def _binary(
 
 
 def _of_float(function: Callable[[float], float]) -> Callable[..., Any]:
-    """NumPy function that applies `function` to each element."""
     return lambda np, x: np.vectorize(function, otypes=[np.float64])(x)
 
 

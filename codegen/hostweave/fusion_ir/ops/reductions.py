@@ -175,7 +175,6 @@ def _matmul(types: Types, op: Op) -> TensorType:
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
-    """Remedy for a matmul whose inner dims differ."""
     if a.shape[-1] == b.shape[-1]:
         return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:

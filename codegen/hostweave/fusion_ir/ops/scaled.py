@@ -60,8 +60,7 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of the dims that it covers. Dims with block scales are in `outer`. A dim
-    of a single block has no label, because ranks cannot split a block."""
+    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a single block has no label."""
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
         (label, of, have)

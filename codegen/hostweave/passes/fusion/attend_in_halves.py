@@ -82,7 +82,6 @@ class _Halving(OpRewriter):
         return self.halves[name, needed, rows]
 
     def rows(self, name: str, dim: int) -> tuple[str, str]:
-        """The rows of all first pieces, and the rows of all second pieces."""
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)

@@ -254,8 +254,7 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication: those of an earlier loop that computes an operand, if the loops can then
-        fuse. Otherwise the loop is across shards, unless the user states a chunking."""
+        """Chunking and rotation without communication: those of an earlier loop that can fuse, those stated, or across shards."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"

@@ -43,6 +43,5 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
 
 
 def _divides_not(size: Size, step: int) -> bool:
-    """True if a known size is not a multiple of `step`, or is split unevenly. False for unknown sizes."""
     share = size.factor
     return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

@@ -163,10 +163,7 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. If possible, the op that computes the operand gets the name and stream of the reshard's result.
-
-        An operand with other consumers is renamed only if the reshard's result is returned.
-        """
+        """Removes a reshard without effect. If possible, the op of the operand gets the name and stream of the result."""
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1
         is_returned = None in self.consumers[name] and None not in self.consumers.get(source, ()) and not op.result.stream
@@ -182,15 +179,13 @@ class _Decomposition(OpRewriter):
             self.use(op, source)
 
     def can_state(self, producer: Op, result: Value) -> bool:
-        """True if the result of `producer` can have the name and stream of `result`."""
         if producer.result.stream or producer.result.pinned:
             return False
         stream = result.stream
         return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
 
     def use(self, op: Op, source: str) -> None:
-        """Uses an existing value in place of the result of a reshard. Emits a copy only if the result is returned, or is computed in a
-        chunk loop."""
+        """Uses an existing value as the result of a reshard. Copies only a returned value, or one of a chunk loop."""
         if op.result.stream or None in self.consumers[op.result.name]:
             self.emit(replace(op, kind="copy", operands=(source,)))
         else:

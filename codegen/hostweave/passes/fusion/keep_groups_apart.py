@@ -59,8 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Adds to `apart` the values between a grouped matmul and later matmuls of the same groups, if all ops between these matmuls keep
-        rows separate."""
+        """Adds to `apart` the values between matmuls of the same groups, if all ops between them keep rows separate."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:
@@ -81,7 +80,6 @@ class _Apart(OpRewriter):
             self.last |= last
 
     def is_same(self, a: str, b: str) -> bool:
-        """True if equal ops compute the two values from equal values."""
         if a == b or a not in self.made or b not in self.made:
             return a == b
         one, other = self.made[a], self.made[b]
@@ -89,7 +87,6 @@ class _Apart(OpRewriter):
         return alike and len(one.tensors) == len(one.operands) == len(other.tensors) and all(map(self.is_same, one.tensors, other.tensors))
 
     def keeps_rows(self, user: Op, first: Op) -> bool:
-        """True if the op computes each row of its result from the same row of its operands."""
         result = user.result
         if len(result.type.dims) != 2 or result.type.shape[0] != first.result.type.shape[0] or result.stream or result.pinned:
             return False

@@ -32,8 +32,7 @@ def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value that results from `source` by permuting and merging dims. `dims` lists, for each dim of the value, the merged dims of
-    `source`, outermost first."""
+    """A value that permutes and merges dims of `source`. `dims` lists the merged dims of each dim, outermost first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]
@@ -58,8 +57,7 @@ class _Merging(OpRewriter):
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
-        """Follows permutations, and reshapes that only merge dims, back to their source. Stops at values of chunk loops, and at values with
-        a stated sharding."""
+        """Follows permutations and merges of dims to their source, but not through chunk loops and stated shardings."""
         op = self.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:

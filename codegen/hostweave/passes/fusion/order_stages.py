@@ -59,8 +59,7 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: picks the op that can start first. Ties go to a move, or else to the op with the shortest chain of dependent
-        ops. A backward pass then precedes the forward passes of later micro-batches."""
+        """List scheduling by earliest start. Ties go to moves, then to short chains, so backward passes precede later forward passes."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}
@@ -91,8 +90,6 @@ class _Ranks:
 
 
 class _State:
-    """The times at which ranks become idle, and at which values become available."""
-
     def __init__(self, ranks: _Ranks):
         self.ranks = ranks
         self.busy: dict[int, int] = {}

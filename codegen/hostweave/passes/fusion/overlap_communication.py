@@ -89,8 +89,7 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a kernel may do a collective. The collective must be a sum or gather on the program's mesh. Its size must be small or not
-    stated."""
+    """True if a kernel may do a sum or gather on the program's mesh, of small or unknown size."""
     if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
@@ -131,8 +130,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """In a body with matmuls or attention, moves all-reduces to the end if they overlap with nothing, and no large op needs them.
-    `group_communications` can then group these all-reduces."""
+    """Moves all-reduces to the end if they overlap with nothing and no large op needs them, so that they can be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -159,8 +157,7 @@ class _Transfers:
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
-        """Returns the communication with its chosen transport. Transfers by copy engines are always on a separate stream, even if they
-        overlap with nothing."""
+        """Returns the communication with its chosen transport. Copy engines always use a separate stream."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
             possible = alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
@@ -175,7 +172,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. False on a mesh of some ranks, because the other ranks would wait for an event that they do not
-    record."""
+    """True if the op can be async. False on a mesh of some ranks, because other ranks would wait for an unrecorded event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

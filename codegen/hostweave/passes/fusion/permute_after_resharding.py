@@ -59,8 +59,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:
-    """True if a reshard is a slice, or if a chunk loop could do the reshard block by block: along the outermost dim, or along the keys of
-    attention."""
+    """True if a reshard is a slice, or if a chunk loop could do it block by block."""
     if have.partial or have.mesh != want.mesh:
         return False
     axes = [(old.axes, new.axes) for old, new in zip(have.dims, want.dims, strict=True)]

@@ -53,8 +53,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Type after backward propagation. An unsharded dim over which no chunk loop runs gets the axes that all consumers need, if the
-    sharding rule of the op allows these axes."""
+    """Type after backward propagation. An unsharded dim gets the axes that all consumers need and the rule allows."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

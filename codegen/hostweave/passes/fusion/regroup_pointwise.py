@@ -96,7 +96,6 @@ class _Groups:
         return names
 
     def beside(self, name: str) -> list[Op]:
-        """Ops that compute the operands of a value, and ops that read the value."""
         return [
             *(self.made[operand] for operand in self.made[name].tensors if operand in self.made),
             *(user for user in self.uses[name] if user),
@@ -106,11 +105,9 @@ class _Groups:
         return {operand for name in names for operand in self.made[name].tensors} - names
 
     def is_read(self, name: str) -> bool:
-        """True if a kernel reads a value, or a view of it."""
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
 
     def may_move(self, group: _Group) -> bool:
-        """True if all operands and consumers of a group can have the new shape."""
         for name in self.operands(group.names):
             op, shape = self.made.get(name), self.types[name].shape
             new = _regrouped(shape, group)

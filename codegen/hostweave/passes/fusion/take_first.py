@@ -41,7 +41,6 @@ class _Taking(OpRewriter):
         self.emit(replace(made, operands=operands, result=op.result, location=op.location))
 
     def may_move(self, op: Op, made: Op) -> bool:
-        """True if the take `op` reads few elements, and can read the operands of `made` instead of its result."""
         dims, axis = made.result.type.shape, op[AXIS]
         count, length = self.types[op.tensors[1]].shape[axis], dims[axis]
         is_few = count.is_int and length.is_int and MIN_LENGTH_PER_INDEX * int(count) <= int(length)

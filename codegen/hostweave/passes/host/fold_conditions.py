@@ -36,7 +36,6 @@ class _Folding:
         self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the buffer that the view selects
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
-        """Simplifies a body that the ranks of a mesh execute."""
         folded = (new for i in body for new in self.folded(i, mesh))
         return tree.together(folded, of=lambda i: i.condition_of_body or tree.slot(i, "stream"))
 

@@ -54,8 +54,6 @@ def finished(links: "Links") -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _FusedLaunch:
-    """A consumer's launch after fusion with its producer, and the fused kernel."""
-
     consumer: Place
     launch: ir.Launch
     kernel: ir.Kernel
@@ -99,8 +97,7 @@ class Links:
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges two launches that read the same elements. Returns the places that access memory of the merged launch, or an empty set if
-        no two launches can be merged."""
+        """Merges two launches that read the same elements. Returns the places that access memory of the merged launch."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -292,8 +289,7 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result reads no more bytes than loading the stored result. This holds for casts to a dtype that is not
-    narrower. It also holds for a cheap formula, if the inputs of the result's shape have fewer bytes in total than the result."""
+    """True if recomputation reads no more bytes than a load: a cast that does not narrow, or a cheap formula of small inputs."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP
@@ -310,8 +306,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly. A kernel computes a value once if the value depends on all loop indices, or, in a
-    reduction, on all kept indices and no others."""
+    """True if a kernel would compute a value repeatedly: it depends neither on all indices, nor on exactly the kept indices."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -329,8 +324,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first one. Returns the merged launch, and the instructions that must move before the first launch.
-    None if the launches cannot be merged."""
+    """Merges the later launch into the first. Returns the merged launch, and the instructions that must move before it."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))

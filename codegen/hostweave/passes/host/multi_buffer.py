@@ -39,8 +39,7 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of the chunks of an allocation, each with its stream. Empty if the allocation cannot be replaced by slots, or if the number
-    of chunks is an int and at most the number of streams."""
+    """Views of an allocation's chunks, each with its stream. Empty if slots cannot replace the allocation, or save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}

@@ -90,8 +90,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move down to the last matmul
-    of the group."""
+    """Groups of matmuls that can run concurrently: they have the same first operand, and can move to the last of them."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):
@@ -105,7 +104,6 @@ def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]
 
 
 def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
-    """True if the matmuls of a group can move down to `place`."""
     places, matmuls = zip(*group, strict=True)
     passed = [p for p in uses.places[places[0].number : place.number] if p not in places]
     later = tuple(p.instruction for p in (*passed, place))
@@ -141,7 +139,6 @@ def _products(uses: DefUse, place: Place, launch: ir.Launch, kernel: ir.Kernel) 
 
 
 def _read_products(uses: DefUse, place: Place) -> Iterator[PlacedMatmul]:
-    """Matmuls that compute operands of a launch and have no other consumer."""
     launch = place.instruction
     written = {uses.root(name) for name in tree.names(launch, "write")}
     reads = tree.names(launch, "read")

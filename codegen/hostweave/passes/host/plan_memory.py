@@ -219,7 +219,6 @@ def _joined(child: tree.Instruction) -> set[str]:
 
 
 def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
-    """Splits each `on` body into one `on` body per instruction."""
     for i in body:
         if i.ranks:
             yield from (tree.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in tree.bodies(i)[0])  # type: ignore[misc]

@@ -61,8 +61,7 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The instruction at `place`, or the enclosing instruction that is a direct child of the stream block or of an `on` body in the
-    block."""
+    """Instruction at `place`, or the one around it that is directly in the stream block or in an `on` body of the block."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]
@@ -85,7 +84,6 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
 
 
 def _resolved(expr: Expr, uses: DefUse) -> Expr:
-    """Replaces variables that a `Let` defines by their values."""
     if isinstance(expr, Var) and isinstance(let := uses.indices[expr.name].instruction, ir.Let):
         return _resolved(let.value, uses)
     if leaves(expr) == [expr]:

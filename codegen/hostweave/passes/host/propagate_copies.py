@@ -90,8 +90,7 @@ class _Copy:
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
-        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view. The `views` that this view needs precede
-        it. The `kept` views are placed where the copy was."""
+        """Edits that replace the buffer `name` by a `choose` view after `views`, and put `kept` in the place of the copy."""
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
         first = self.child(users[0])
@@ -102,7 +101,6 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the instruction at `place`, or of the enclosing instruction in the body that contains the branch."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
@@ -113,8 +111,7 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers of the destination read the source. Empty if a reader in the loop cannot do so. If the destination
-        is read after the loop, the copy moves to the end of the body."""
+        """Edits that make later readers read the source. If the loop's result is read later, the copy moves to the body's end."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
@@ -146,8 +143,7 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and the views of its result. Without such a kernel, a number above
-        all others, and no views."""
+        """Number of the first kernel that overwrites the whole copy, and the views of its result. Above all numbers if none does."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -158,8 +154,7 @@ class _Copy:
     # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> BodyEdits:
-        """Edits that compute the source directly in the destination. Empty if the destination is still in use, or if a use of the source
-        forbids this."""
+        """Edits that compute the source in the destination. Empty if uses of either forbid this."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
         if self.src not in self.uses.allocates or not users or self.copies:

@@ -50,7 +50,6 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _last(links: Links, first: Place) -> Place | None:
-    """The launch that is the only consumer of the launch at `first`, or None."""
     launch = links.launches[first]
     (dst, *others), root = launch.dsts, links.root(launch.dsts[0])
     users = links.others(first, dst)
@@ -62,8 +61,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the number of elements. None if the kernels cannot be fused, or if the number
-    is an int."""
+    """A launch and kernel that reduce all dims at once, and the symbolic number of elements. None if this is impossible."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

@@ -68,7 +68,6 @@ class _Sharing:
         return all((number, result) in pairs for number in read_at) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
-        """Alias root of a buffer after the merges so far."""
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
@@ -130,8 +129,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """Moves a kernel to the copy of its result, and makes the kernel write to the copy's destination. Nothing else may use the
-        result."""
+        """Moves a kernel to the copy of its result, which the kernel then writes itself. Nothing else may use the result."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
@@ -156,15 +154,13 @@ class _Sharing:
     # --- conditions ---
 
     def _overwrites(self, place: Place, read: str, written: str) -> bool:
-        """True if an instruction may read buffer `read` and write buffer `written` in the same memory."""
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
         own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its memory in order, and the result has the same dtype and number of elements. Before the merges, the
-        two must have been in different memory."""
+        """True if the operand covers its memory in order, has the result's dtype and size, and was in other memory before."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
@@ -211,8 +207,7 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Returns the views that define `name` and follow an allocate, in order. Returns None if the views cannot move before the allocate,
-        because their memory or an index is defined later."""
+        """Views that define `name` after an allocate, in order. None if these cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]

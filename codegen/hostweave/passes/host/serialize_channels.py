@@ -85,8 +85,7 @@ class _Turns:
         return (instruction,)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
-        """Adds one turn, from the first to the last instruction of a body that contains communications of `in_turn`. If there is one such
-        instruction and it is conditional, or if the instructions belong to disjoint sets of ranks, adds turns inside them instead."""
+        """Adds one turn around all communications of `in_turn`, or turns inside conditions and bodies of disjoint ranks."""
         places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body

@@ -22,8 +22,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Replaces equal views in several instructions, or in all iterations of a loop, by one view before these instructions or this loop.
-    One of the equal views must be outside of all conditions, because a condition may keep the index of a view in range."""
+    """Moves equal views before their users or a loop. One of them must be unconditional: a condition may bound the index."""
     # view without its name -> the names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):
@@ -46,7 +45,6 @@ def _shared(body: tree.Body) -> tree.Body:
 
 
 def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
-    """Instructions that run whenever the body runs."""
     for i in body:
         yield i
         if i.condition_of_body is None and (i.trips is None or i.trips.is_int):
@@ -82,7 +80,6 @@ def _line(i: tree.Instruction) -> _Line:
 
 
 def _place(view: tree.Instruction, lines: _Lines) -> None:
-    """Inserts a view before its first user in `lines`, or into a body of its only user."""
     (out,) = tree.names(view, "view")
     users = (k for k, (_, uses) in enumerate(lines) if out in uses)
     at = next(users, 0)

@@ -31,7 +31,6 @@ def transpose_beside(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None:
-    """The program with one more copy moved into a kernel. None if no copy fits."""
     links = Links(program)
     made = {dst: place for place, launch in links.launches.items() for dst in launch.dsts}
     for copy in links.uses.places:

@@ -65,8 +65,7 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views after the rows are padded. Empty if an access, a view or the owner of the memory does not allow
-        padding."""
+        """Types of a buffer and its views with padded rows. Empty if a use or the owner of the memory does not allow padding."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
@@ -87,7 +86,6 @@ class _Rows:
         return is_accepted or i.copies or takes_padded_rows(i, types)
 
     def wide(self, name: str, type: BufferType, at: tree.Instruction) -> Iterator[tree.Instruction]:
-        """Allocates memory with aligned rows, and defines `name` as its view."""
         memory, last = claim_unique(f"{name}_padded", self.taken), len(type.shape) - 1
         shape = (*type.shape[:-1], _aligned(type))
         yield ir.Allocate(memory, BufferType(type.dtype, shape), location=at.location)
@@ -125,6 +123,5 @@ class _Rows:
 
 
 def _aligned(type: BufferType) -> Size:
-    """Number of elements of a row after padding."""
     step = BYTES // type.dtype.itemsize
     return Size(-(-int(type.shape[-1]) // step) * step)

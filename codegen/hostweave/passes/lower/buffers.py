@@ -169,7 +169,6 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of the operand's block that is this rank's shard."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}

@@ -280,8 +280,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to the dims of a chunk. A chunk may lack the dim of the loop, or have two dims in place of this
-        dim."""
+        """Adjusts the axes of a reduction to a chunk, which may lack the dim of the loop or have two dims in its place."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op

@@ -132,8 +132,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value whose only use is a view to this view, if the view gets the memory. The value's op then writes through the inverse
-    view. This avoids a copy if the view is returned, or if reshapes merge its dims."""
+    """Maps a value to its only use, a view that gets the memory. The op of the value writes through the inverse view."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
@@ -148,8 +147,7 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value and an operand of a concat or pad, in the form that `_chain` returns. Empty if the operand must be copied, or
-    if the op of the value is pointwise."""
+    """Views between a value and an operand of a concat or pad, as from `_chain`. Empty for copied or pointwise operands."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
@@ -158,7 +156,6 @@ def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
 
 
 def _is_reversible(op: Op) -> bool:
-    """True for a view of all elements."""
     return OPS[op.kind].is_view and not OPS[op.kind].cuts
 
 
@@ -167,8 +164,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Follows the chain of views that ends in `op` back to its source, and maps each value of the chain to the view that reads the value.
-    Empty if a view cannot be inverted in `memory`, or if a value has other uses."""
+    """Maps each value of a chain of views that ends in `op` to its view. Empty without inverses in `memory`, or with other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

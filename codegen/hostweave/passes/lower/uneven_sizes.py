@@ -38,7 +38,6 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
 
 
 def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
-    """Dims that must divide evenly because of an op."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
