@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 
 import hostweave as hw
@@ -69,7 +70,7 @@ FILES, SIZE, MEMORY, THREADS, DISK = ("ulimit -n", "ulimit -f", "ulimit -v", "ul
 def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_path: Path) -> None:
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", SCRIPT, what, str(more), when]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, env=environment, timeout=120)
     (said,) = done.stdout.splitlines() or [done.stderr]
     assert remedy in said
 
