@@ -60,7 +60,7 @@ class Channel {
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
   int64_t rank() const { return rank_; }  // this rank's index in the process group
   int64_t size() const { return size_; }
-  // World ranks of the process group, or the world rank of one of its ranks.
+  // World ranks of the process group; empty if they are unknown. `world_rank` then returns its argument.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
   // Axes along which the ranks of the process group differ: "dp, tp".
