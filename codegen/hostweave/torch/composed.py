@@ -130,7 +130,7 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     size = leaves[0].shape[dim]
     largest = size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).upper
     if not float(largest) < 2**31:
-        raise ProgramError.here("a scan over a dim of any size is not supported; state its largest size: torch.export.Dim(name, max=...)")
+        raise ProgramError.here("associative_scan: the dim has no largest size; state it: torch.export.Dim(name, max=...)")
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         tried = pytree.tree_unflatten([torch.ones((2,) * dim_count, dtype=x.dtype) for x in leaves], spec)
         with _OfElements(dim_count):
@@ -150,8 +150,8 @@ def rwkv_attention(
 ) -> Any:
     """Computes `rwkv_linear_attention` of transformers as a scan over tokens. Calls `of_token` for a single token.
 
-    A state (n, d, m) represents the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state, or an empty state. The
-    exponents m are maxima, and get no gradient, because m cancels in the result.
+    A state is (n, d, m): n * exp(m) is the sum of weighted values, and d * exp(m) is the sum of the weights. Element 0 of the scan is the
+    given state, or an empty state. The exponent m is the largest one of the sums. It gets no gradient, because it cancels in the result.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)
