@@ -93,8 +93,7 @@ auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// If the op is not done, lets other threads run, and in seeded mode also streams. Then returns cudaErrorNotReady. So a loop that
-// polls the op ends.
+// If the op is not done, returns cudaErrorNotReady after other threads have run, so that a loop that polls the op ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {

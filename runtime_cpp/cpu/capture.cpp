@@ -146,8 +146,7 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Order in which a launch enqueues the nodes: the order of the capture. In seeded mode, the order is sometimes a random
-// topological order in one queue. CUDA guarantees only the dependencies of a graph.
+// Order of a launch: that of the capture. In seeded mode, sometimes another topological one in one queue, which CUDA allows.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());

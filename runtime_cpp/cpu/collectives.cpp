@@ -133,8 +133,7 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// Executes one request across processes: sends data to the peers, receives data from the peers, and then copies or reduces the
-// data.
+// Executes one request across processes: sends and receives data, and then copies or reduces the data.
 class Exchange {
  public:
   Exchange(const Request& request, std::string issued_as, int rank, int size)

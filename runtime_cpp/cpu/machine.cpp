@@ -319,8 +319,7 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // Accesses of two ranks to ordinary host memory are no conflict: malloc may give the same memory to two ranks, one after
-      // the other.
+      // No conflict of two ranks on ordinary host memory: malloc may give the same memory to two ranks, one after the other.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -336,9 +335,8 @@ void Machine::begin(Stream& stream, Op& op) {
   take_seats(stream, op);
 }
 
-// Records a communication. Returns an earlier communication over another channel, if the two are not ordered. Unordered
-// communications can deadlock: NCCL may start them in different orders on different ranks, and a waiting communication occupies
-// its device.
+// Records a communication. Returns an earlier unordered one over another channel. The two can deadlock: NCCL may start them in
+// different orders on different ranks, and a waiting communication occupies its device.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];

@@ -25,8 +25,7 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers are less than this
-// Each signal number has three counters: of plain signals, of acknowledged signals (of graphs and of hw_cpu_set_signal), and of
-// acknowledgements. An acknowledged signal waits until the previous signal has been consumed.
+// Counters of a signal number: plain signals, acknowledged ones (each waits until the last is consumed), and acknowledgements.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -78,8 +77,7 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
 
 using Make = std::function<OpPtr(bool in_graph)>;
 
-// Enqueues the op that `make` returns. If the call is captured, each launch of the graph calls `make`, because each launch counts
-// signals.
+// Enqueues the op that `make` returns. Each launch of a graph calls `make` again, because each launch counts signals.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
   const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {
@@ -153,8 +151,7 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For ranks that are processes: exchanges file descriptors and maps the memory of the other ranks. Returns null on failure, and
-// then sets `why` unless the machine has failed.
+// For processes: exchanges file descriptors and maps the other ranks' memory. Returns null and sets `why` on failure.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();

@@ -155,8 +155,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs the rest of a line. If the line has peers, logs one transfer per peer. Otherwise, if it has a channel, logs a
-  // collective. Otherwise, if nothing is logged for the line, logs work.
+  // Logs the rest of a line: transfers if it has peers, else a collective if it has a channel, else work if nothing is logged.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -204,8 +203,7 @@ struct CallLog::Calls {
     }
   }
 
-  // Returns an unfinished launch by the application, or otherwise the first unfinished call. Launches and calls run one after
-  // another, so all calls before a started launch are done.
+  // An unfinished launch by the application, or else the first unfinished call. Calls before a started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

@@ -63,8 +63,7 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
 // True if a product that sums over the rows of groups has few terms per group on average.
 bool has_few_rows(const GroupedProblem& p) { return p.outer && p.rows <= kFewRowsOfGroup * p.groups; }
 
-// Returns the kernel for warpgroups. Returns null if this kernel cannot compute the problem, or is expected to be slower than
-// other kernels. Tensor maps need aligned arrays that are not empty.
+// Kernel for warpgroups. Null if it cannot compute the problem, or would be slower. Tensor maps need aligned, non-empty arrays.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   if constexpr (sizeof(T) == 2) {
@@ -160,8 +159,7 @@ cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
     const Grid grid{.blocks = clamped(tiles, 1, most), .threads = kWarpgroupThreads, .shared = kWarpgroupShared};
     GroupedMaps maps;
     if (const cudaError_t status = set_maps<T>(maps, p); status != cudaSuccess) return status;
-    // A programmatic launch would place blocks on multiprocessors in the order in which the previous kernel leaves them. Large
-    // products took up to 10% longer in this order.
+    // A programmatic launch places blocks where the previous kernel ends first. Large products took up to 10% longer so.
     return tiles > 4 * most ? launch(kernel, grid, stream, p, maps, T()) : launch_pdl(kernel, grid, stream, p, maps, T());
   }
   const Chosen<T> of = chosen<T>(p);

@@ -136,8 +136,7 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// Without scales, the few-rows kernels compute products with up to this many weights. With more weights, cuBLASLt is as fast or
-// faster (`hostweave bench few_rows`).
+// Most weights of products by few-rows kernels without scales. With more, cuBLASLt is as fast (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
 // Limits of is_faster_by_blas, as measured on an H200.
@@ -160,8 +159,7 @@ bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
 }
 
-// True if the few-rows kernels support the problem, and cuBLASLt is not faster. The kernels support one matmul with few
-// contiguous rows. The kernels support scaled weights only if columns are contiguous.
+// True if the few-rows kernels support the problem, and cuBLASLt is not faster. Scaled weights need contiguous columns.
 bool has_few_rows(const Problem& p, const Scaling* scaling) {
   if (scaling ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
   if (scaling && is_faster_by_blas(p, *scaling)) return false;
@@ -414,8 +412,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// Selects an algorithm by its median time with cold caches. A later algorithm replaces the best so far only if it is clearly
-// faster (kClearly).
+// Selects an algorithm by its median time with cold caches. A later one must be clearly faster (kClearly).
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
@@ -447,9 +444,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with an NCCL kernel that waits for
-// another rank. So every cuBLASLt kernel that the plan may launch runs once here on scratch memory, while the device is idle. The
-// matmul also runs with `accumulate`, because cuBLASLt may then use another kernel.
+// CUDA loads a kernel at its first launch, which takes milliseconds and can deadlock with a waiting NCCL kernel. So every
+// cuBLASLt kernel of the plan runs once on scratch memory, also with `accumulate`, while the device is idle.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {

@@ -13,8 +13,7 @@
 namespace hw {
 namespace {
 
-// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse the bytes
-// from `last` on. Buffers of other streams can reuse the bytes only from `visible_at` on.
+// Live range [first, last) of a buffer. Other streams than its own can reuse the bytes only from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -62,9 +61,8 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
   return most;
 }
 
-// Greedy placement in the given order: each buffer goes to the smallest sufficient gap between placed buffers with overlapping
-// live ranges. If the order is by size, this algorithm is "greedy by size" (Pisarchyk and Lee, Efficient memory management for
-// deep neural net inference, 2020).
+// Greedy placement in the given order, each in the smallest sufficient gap. Ordered by size, this is "greedy by size" (Pisarchyk
+// and Lee, Efficient memory management for deep neural net inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;
@@ -108,8 +106,7 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Computes offsets, multiples of kPlace, such that buffers that are live at the same time do not overlap. Returns the total
-// bytes. Adds the lower bound to `all_bounds`.
+// Offsets (multiples of kPlace) without overlap of live buffers. Returns the total bytes. Adds the lower bound to `all_bounds`.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});

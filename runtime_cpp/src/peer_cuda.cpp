@@ -201,8 +201,7 @@ struct PeerGroup::State {
 
 namespace {
 
-// Memory that this rank has released. The memory can be freed when all ranks have unmapped it; after an abort, also when
-// kUnmapPatience has passed since the release.
+// Released memory. It is freed when all ranks have unmapped it, or after an abort when kUnmapPatience has passed.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;
@@ -228,8 +227,7 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees released memory of the current device, if GivenUp::is_free allows it. Does not free memory of other devices: cudaFree
-// would wait for work on the other device, and this work may wait for this thread.
+// Frees released memory of the current device only: cudaFree would wait for work on another device that may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));
@@ -377,8 +375,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Toggles all words between 0 and 1 until the device is idle, for at most kUnmapPatience. So every wait on the device sees the
-// value that it waits for.
+// Toggles all words until the device is idle, for at most kUnmapPatience, so that every wait sees the value that it waits for.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

@@ -61,8 +61,7 @@ int loaded_nccl() {
 }
 #endif
 
-// Before NCCL 2.30.7 a captured wait waits for a fixed count. At the second launch of such a graph, the signals have already
-// reached this count. So the wait ends too early.
+// Before NCCL 2.30.7 a captured wait waits for a fixed count. At a graph's second launch, it would end too early.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
@@ -293,8 +292,7 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
       all_users().erase(found);
     }
   }
-  // The communicators are aborted in parallel, because NCCL waits for the graphs that use a communicator. These graphs may
-  // wait for other communicators.
+  // Aborts communicators in parallel: NCCL waits for the graphs of a communicator, which may wait for other communicators.
   int device = 0;
   (void)cudaGetDevice(&device);
   std::vector<std::thread> aborts;

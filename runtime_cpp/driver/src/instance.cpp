@@ -163,8 +163,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Drops graphs that use earlier memory. All ranks drop their graphs at the same call, because memory grows on all ranks
-  // together.
+  // Drops graphs that use earlier memory, on all ranks at the same call, because memory grows on all ranks together.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();

@@ -22,8 +22,7 @@ using namespace std::chrono_literals;
 constexpr auto kGrace = 2s;     // time for a running call to end before its channels are aborted
 constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; other users of the GPU, or a graph, may block NCCL
 
-// Starts work on another thread. If no thread can be created, runs the work on this thread. The device is current during the
-// work.
+// Starts work on another thread with this device, or runs it on this thread if none can be created.
 std::future<void> started(int device, std::function<void()> work) {
   const auto task = std::make_shared<std::packaged_task<void()>>([device, work = std::move(work)] {
     const OnDevice current(device);
@@ -174,8 +173,7 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // NCCL waits until graphs are destroyed, and CUDA destroys a graph only after its launches have ended. The abort ends the waits
-  // of these launches.
+  // NCCL waits for the destruction of graphs, and CUDA for the end of their launches. The abort ends the waits of the launches.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;

@@ -166,8 +166,7 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL adds nodes that await and record its events, so that launches are ordered with NCCL calls outside of graphs. The order
-// stays the same if each launch awaits these events before the graph, and records them after the graph.
+// NCCL's nodes order launches with NCCL calls outside of graphs. Launches await these events before, and record them after.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

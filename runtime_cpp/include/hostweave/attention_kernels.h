@@ -41,8 +41,7 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
   }
 }
 
-// Tile of rows that a thread block owns. The last tile of a head comes first, because in causal attention the last tile has the
-// most columns.
+// Tile of rows of a thread block. The last tile of a head comes first: in causal attention it has the most columns.
 struct Place {
   int64_t batch, head, first, of_lse;
 

@@ -84,8 +84,7 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Products of 16-bit operands. The object is in shared memory, like objects of the specialisations below. A warp computes 16 rows
-// and 8 of every 16 columns, by mma.m16n8k16.
+// Products of 16-bit operands by mma.m16n8k16, in shared memory. A warp computes 16 rows and 8 of every 16 columns.
 template <class T>
 class Products {
  public:

@@ -82,8 +82,7 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads. Threads need not exchange operands, because
-// each thread reads the same terms of both operands, in the same order.
+// Sums of a warp over a block of columns, kDepth terms per step. Each thread reads the same terms of both operands, by 16 bytes.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -147,8 +146,7 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Sums of f32, without tensor cores, because tensor cores would round the operands. Two threads own the same 4 columns, and each
-// sums half of the terms of a step.
+// Sums of f32, without tensor cores, which would round the operands. Two threads share 4 columns, each with half of the terms.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -236,8 +234,7 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums of a block of 128 terms by the block's scales. Adds the products to the total. `first` is the first column
-// of the sums.
+// Multiplies the sums of a block of 128 terms by its scales, and adds them to the total. `first` is the sums' first column.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
@@ -260,9 +257,8 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) once for every element of the result, with one sum per matmul. If the operands allow 16-byte
-// reads, prefetches the first weights before hw::griddep_wait(). Allows the next kernel to launch early. With `kOfBlocks`, each
-// block of 128 terms has its own scales.
+// Calls end(row, column, sums) once per element of the result, with one sum per matmul. Prefetches weights before
+// hw::griddep_wait(). The next kernel can launch early. With `kOfBlocks`, each 128 terms have their scales.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {

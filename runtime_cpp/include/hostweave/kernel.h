@@ -111,8 +111,7 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
   return request.received();
 }
 
-// True if a loop over n elements can use 32-bit indices, which are faster to divide. The limit is below 2^31, because the last
-// index may exceed n by a grid stride.
+// True if a loop over n elements can use fast 32-bit indices. Below 2^31, because the last index may exceed n by a grid stride.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 HW_DEVICE const void* place_of(const void* array) { return array; }
@@ -123,8 +122,7 @@ HW_DEVICE bool aligned(const Arrays&... arrays) {
   return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
 }
 
-// A column of a tile, or the first column of a vector. Several threads share the rows of a column. Threads past the last column
-// compute the last columns again, and store nothing.
+// A column of a tile, or a vector's first column. Threads past the last column compute the last ones again, and store nothing.
 struct Column {
   int64_t index;
   bool stores_;
@@ -154,8 +152,7 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
-// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)) declares the elements that a kernel accesses, so that the CPU device can detect
-// races. HW_TOUCHES is the first statement of a kernel. On CUDA, HW_TOUCHES does nothing.
+// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)), first in a kernel, declares accesses for races on the CPU device.
 #ifdef __CUDACC__
 #define HW_TOUCHES(...) static_cast<void>(0)
 #else
@@ -165,8 +162,7 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Programmatic dependent launch: allows the next kernel on the stream to start. The next kernel waits for the end of this kernel
-// by griddep_wait.
+// Programmatic dependent launch: lets the next kernel on the stream start. That kernel awaits this one's end by griddep_wait.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -182,9 +178,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Loops over 0..n. over_grid distributes the indices over the threads of the grid. over_blocks distributes them over the blocks,
-// and over_threads over the threads of a block. Adjacent threads get adjacent vectors of kWidth elements, so that accesses are
-// coalesced. kWidth divides n.
+// Loops over 0..n: over the threads of a grid, its blocks, or the threads of a block. Adjacent threads get adjacent vectors of
+// kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
@@ -229,9 +224,8 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block. The block consists of whole warps. kThreads is 0 if the number of threads is
-// unknown at compile time. The function does not use CUB: CUB needs a number of threads known at compile time, and NVRTC takes
-// two seconds to parse CUB.
+// All-reduces a value over a block of whole warps. kThreads is 0 if unknown at compile time. Avoids CUB, which needs a number of
+// threads, and takes NVRTC two seconds to parse.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];

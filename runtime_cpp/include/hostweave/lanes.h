@@ -105,8 +105,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// One part of a lane: the elements whose index modulo kParts is `part`. kParts threads process the parts of a lane without
-// synchronisation. Adjacent threads process the same part of adjacent lanes.
+// Elements of a lane whose index modulo kParts is `part`. Adjacent threads process the same part of adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
   static constexpr int kParts = kLaneParts;
@@ -164,9 +163,8 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by group. The group of element i is x[i], from 0 to kGroups - 1. If x[i] is outside this range, element i has no
-// group. Writes three arrays to y: the ends of the groups, the indices of the elements in sorted order, and the position of each
-// element in that order. The position of an element without a group is 0. Unused indices are also 0.
+// Sorts elements by group x[i] < kGroups; others have none. Writes to y: the ends of the groups, the elements' indices in sorted
+// order, and each element's position in it. Without a group, the position is 0. Unused indices are also 0.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -196,8 +194,7 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// The array is split into `parts` consecutive parts. One warp per part counts the elements of each group. Elements of one group
-// keep their order.
+// One warp for each of `parts` consecutive parts counts the elements of each group. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
@@ -273,8 +270,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
-// destination, in the order of the source.
+// Calls write(i, place) for each source element whose index[i] is on this rank. One thread writes a destination, in order.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
@@ -297,16 +293,14 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
   }
 }
 
-// Copies x to y. Then writes source[i] to the global index index[i], if this rank holds that index. The last of several writes
-// to one position wins.
+// Copies x to y, then writes source[i] to the global index index[i], if this rank holds it. The last of several writes wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// Element i of y is the sum of the source elements whose index is the global index rows.first + i. The sum is rounded to T after
-// each addition.
+// Element i of y is the sum of source elements with global index rows.first + i, rounded to T after each addition.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

@@ -41,8 +41,7 @@ constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a gri
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
-// Minimum of (row length) / (number of rows) for which the whole grid sorts each row. Applies only to rows that are sorted
-// completely.
+// Minimum of (row length) / (number of rows) for which the whole grid sorts each row. Only for complete sorts.
 constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
@@ -74,8 +73,7 @@ constexpr Grid grid_of_elements(int64_t n) {
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// One block per row of n elements. The more rows there are, the fewer threads a block has. A thread then makes up to
-// kRowAccesses accesses of kWidth elements, or more if the row is too long for kRowThreads threads.
+// One block per row of n elements, with fewer threads if rows are many. A thread makes up to kRowAccesses accesses if it can.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -83,9 +81,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Grid of a kernel that finds the first `first` elements of each row of n elements in sorted order. A cluster sorts a row. A
-// cluster has one block per kSorted elements, but at most kMostBlocks. If there are many rows, a cluster has fewer blocks. If
-// rows are few and long, and are sorted completely, the whole grid sorts one row after another.
+// Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row, with a block
+// per kSorted elements, or fewer if rows are many. The whole grid sorts few long rows completely.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -105,9 +102,8 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: one cluster per kProductColumns columns. A cluster has as many blocks as possible, up to kMostBlocks.
-// Each block must have enough terms to sum, and all blocks must run at once. Clusters of more than two blocks cannot fill every
-// GPC, so fewer blocks run at once.
+// Matmuls with few rows: a cluster per kProductColumns columns, with up to kMostBlocks blocks that have enough terms and all run
+// at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -127,8 +123,7 @@ inline Grid grid_of_product(int64_t columns, int64_t depth) {
 
 using ViewDims = std::initializer_list<int64_t>;
 
-// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use this struct only as an argument,
-// because `shape` and `strides` refer to temporaries.
+// `count` contiguous elements, or a view, that a kernel accesses. Only for arguments: `shape` and `strides` are of temporaries.
 template <class T>
 struct Access {
   T* pointer;
@@ -176,12 +171,10 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// A kernel calls tell() first. While the kernel is launched, tell() records the accesses and returns true, and the kernel
-// returns. While the kernel runs, tell() returns false.
+// A kernel calls tell() first. At its launch, tell() records the accesses and returns true, and the kernel returns.
 bool tell(Accesses accesses);
 
-// Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by
-// `tell`.
+// Enqueues `run` with a copy of the closure and these accesses. If there are none, the kernel reports them by `tell`.
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
                           Accesses accesses);
 

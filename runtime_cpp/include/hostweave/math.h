@@ -32,8 +32,7 @@ HW_DEVICE float log_gamma(float x) {
   return static_cast<float>(log_gamma(static_cast<double>(x)));
 }  // computed in f64, to be accurate near 0
 
-// A number that divides many others. On a GPU, quotients are products with the reciprocal, with an error of up to 2 ulp. With
-// kNormal, the divisor is not scaled: the caller guarantees that the reciprocal is a normal number.
+// A divisor of many numbers. A GPU multiplies by its reciprocal (up to 2 ulp). With kNormal, the caller knows that it is normal.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>
@@ -118,16 +117,14 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
-// Truncates to i64. If T is narrower, the result has the low bits of the i64. Values from 2^63 to below 2^64 are converted
-// through u64. NaN and all other values out of range give -2^63.
+// Truncates to i64. A narrower T has its low bits. 2^63 to below 2^64 are converted through u64. NaN and the rest give -2^63.
 template <class T, class F>
 HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// Integer division. floor_divide rounds down. The result of fmod has the sign of the dividend, and the result of remainder has
-// the sign of the divisor. All three return 0 for divisor 0. The code tests `< 1` instead of `< 0`, because compilers warn about
-// `< 0` for unsigned types.
+// floor_divide rounds down. fmod has the sign of the dividend, remainder that of the divisor. All return 0 for divisor 0. The
+// code tests `< 1` because compilers warn about `< 0` for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);

@@ -64,8 +64,7 @@ HW_DEVICE auto load_row(const Row& row, Place first) {
   return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
 }
 
-// Threads that share a row: kThreads adjacent threads of a warp if kThreads is 1 to 32, otherwise a block. If kThreads is 0, the
-// size of the block is not known at compile time.
+// Threads that share a row: kThreads adjacent ones of a warp for 1 to 32, otherwise a block, of unknown size if kThreads is 0.
 #ifdef __CUDACC__
 template <int kThreads, int kBlocks = 1>
 struct ThreadGroup {
@@ -163,8 +162,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
       return load_row(*this, row);
     }
   }
-  // Computes a row of values. If kWidth exceeds 1, holds the row in registers; otherwise computes values again at each use.
-  // `compute` returns the vector of a chunk.
+  // A row of values, in registers if kWidth exceeds 1, and otherwise computed at each use. `compute` returns a chunk's vector.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
     if constexpr (kWidth == 1) {

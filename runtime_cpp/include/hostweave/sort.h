@@ -92,9 +92,8 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// Sorts the first k = order.length elements of a long row. Each thread finds the minimum of its elements. Candidates are the
-// elements up to the k-th smallest minimum, so there are at least k candidates. Candidates are usually few, unless many elements
-// are equal. Returns false if there are more than kSorted candidates.
+// Sorts the first k = order.length elements of a long row. Candidates (at least k) are the elements up to the k-th smallest
+// minimum of a thread. Returns false if there are more than kSorted, for example many equal elements.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -119,9 +118,8 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Selects the `left` elements that come first in sorted order, and writes their indices to `tile`, in any order. If keys are
-// equal, selects the lowest indices. Radix select: counts the elements per digit, from the highest digit on, to find the key of
-// the last selected element.
+// Writes the indices of the first `left` elements in sorted order to `tile`, in any order. Prefers low indices of equal keys.
+// Radix select: counts elements per digit, from the highest digit on, to find the last selected key.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -183,8 +181,7 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. A round moves indices to memory that
-// earlier rounds have read. One block moves the last few indices.
+// Widens n 32-bit indices in a half of `order` to 64 bits in place. A round writes to memory that earlier rounds have read.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {
@@ -212,9 +209,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   }
 }
 
-// Stable LSD radix sort of a long row. Each block of the team owns a part of the row. The two halves of `order` hold 32-bit
-// indices: a pass reads one half and writes the other half. In a cooperative grid, blocks exchange counts in the half that the
-// pass writes afterwards.
+// Stable LSD radix sort of a long row. Each block owns a part of the row. Passes alternate between the halves of `order`, which
+// hold 32-bit indices. A cooperative grid exchanges counts in the half that the pass writes afterwards.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));

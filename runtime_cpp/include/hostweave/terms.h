@@ -102,9 +102,8 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term to all peers, unless NCCL has gathered the terms. Each thread block sends a share of the packets.
-  // The last thread block to finish increments the exchange number. A thread issues several loads before the first store, so
-  // that the latencies of the loads overlap.
+  // Sends this rank's term to all peers, unless NCCL has gathered the terms. The last thread block to finish increments the
+  // exchange number. Several loads precede the first store of a thread, so that latencies overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -285,8 +284,7 @@ HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
 template <class T, int kRanks, bool kSums>
 struct LandedBlocksAt;
 
-// Kernel argument for the result of a reduce-scatter (kSums) or all-gather. The kernel first calls begin(), which waits for the
-// blocks of the peers.
+// Kernel argument for the result of a reduce-scatter (kSums) or all-gather. begin() comes first, and waits for the peers' blocks.
 template <class T, int kRanks, bool kSums>
 struct LandedBlocks {
   using Element = T;
@@ -413,9 +411,8 @@ using ScatteredSums = LandedBlocks<T, kRanks, true>;
 template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
-// Kernel argument for a result that a later kernel reduce-scatters. A store to the block for a peer goes to the landing memory
-// of the peer. A store to the block for this rank goes to `own`. If NCCL exchanges the blocks, all stores go to `own`. The
-// kernel calls begin() before its first store.
+// Kernel argument for a result that a later kernel reduce-scatters. Stores go to the landing memory of a block's rank, or to
+// `own` for this rank and if NCCL exchanges the blocks. begin() precedes the first store.
 template <class T, int kRanks>
 struct SentBlocks {
   LandedBlocks<T, kRanks, true> blocks;
@@ -459,8 +456,7 @@ struct LandedBlocksAt {
   }
 };
 
-// Address whose alignment decides if vector accesses are possible. The size of a block is included, because vectors must not
-// cross the end of a block.
+// Address whose alignment decides about vector accesses. Includes the size of a block, because vectors must not cross its end.
 template <class T, int kRanks, bool kSums>
 HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));

@@ -75,8 +75,7 @@ struct StageCount {
   __device__ void advance() { ++count; }
 };
 
-// Number of this warpgroup in its block. The shuffle tells the compiler that all threads of a warp have the same number.
-// Otherwise the compiler would add a wait after each product, because branches on the number might diverge.
+// Number of this warpgroup. The shuffle tells the compiler that it is equal in a warp, so that no wait follows each product.
 __device__ inline int warpgroup_of_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // Waits at hardware barrier `number` until `threads` threads of the block have arrived.
@@ -84,8 +83,7 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread. Does nothing unless compiled by NVRTC: the assembler of nvcc 13.0 crashes on
-// this instruction if optimisation is off.
+// Sets the number of registers of each thread, only with NVRTC: nvcc 13.0's assembler crashes on it without optimisation.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -116,8 +114,7 @@ class WarpgroupProducts {
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
   static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy
-  // Columns that a warpgroup stores at once. With kFew, a tile takes longer to store than to multiply. So all columns of a tile
-  // are stored while the next tile is multiplied.
+  // Columns that a warpgroup stores at once: all with kFew, where a tile takes longer to store than the next one to multiply.
   static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
@@ -222,14 +219,12 @@ class WarpgroupProducts {
     if (threadIdx.x % 32 == 0) empty(stage).arrive();
   }
 
-  // Descriptor of a matrix for wgmma: start, distance between panels of 64 columns, distance between groups of eight rows,
-  // 128-byte swizzle.
+  // Descriptor for wgmma: start, distance of panels of 64 columns, distance of groups of eight rows, 128-byte swizzle.
   __device__ static uint64_t matrix(unsigned at) {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  // Begins the products of a tile. Returns the stage that the last product reads. If there are no products, sets the sums to
-  // zero and returns -1.
+  // Begins the products of a tile. Returns the stage of the last product, or -1 and zero sums if there are no products.
   __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {
@@ -279,8 +274,7 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores `rows` rows of this warpgroup, kStaged columns at a time, through shared memory. One thread copies whole boxes from
-  // shared memory; all threads copy the last rows of a group.
+  // Stores `rows` rows through shared memory. One thread copies whole boxes; all threads copy the last rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);
