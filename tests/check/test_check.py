@@ -76,17 +76,17 @@ RULES = {
     "a read of an input on a stream that is not joined": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
         "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
-        "nothing orders the caller's stream after it; add join ring after it",
+        "nothing orders the caller's stream after this operation; add join ring",
     ),
     "a write of an output on a stream that is not joined": (
         "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
         "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
-        "nothing orders the caller's stream after it; add join ring after it",
+        "nothing orders the caller's stream after this operation; add join ring",
     ),
     "a write of a temporary on a stream that is not joined": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
         "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
-        "nothing orders the caller's stream after it; add join ring after it",
+        "nothing orders the caller's stream after this operation; add join ring",
     ),
     # --- one operation
     "a group that sends what it receives": (
@@ -136,13 +136,13 @@ RULES = {
     ),
     "memory that was never written": (
         "%b = allocate f32[2, N]\ncopy %b -> %y",
-        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
-        "write them first, or remove the read",
+        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b are written: "
+        "write these bytes first, or remove the read",
     ),
     "memory that only the previous iteration wrote": (
         "for %i in 0..2 {\n%b = allocate f32[2, N]\nif %i == 0 {\ncopy %x -> %b\n}\ncopy %b -> %y\n}",
-        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
-        "write them first, or remove the read",
+        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before bytes 0 to 32 of %b are written: "
+        "write these bytes first, or remove the read",
     ),
     "an output that is only partly written": (
         "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
@@ -212,8 +212,8 @@ RULES = {
     ),
     "a read of a result on a rank that is not the root": (
         "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",
-        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
-        "write them first, or remove the read",
+        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b are written: "
+        "write these bytes first, or remove the read",
     ),
     # --- deadlocks
     "a wait before its record": (
@@ -408,7 +408,7 @@ def test_a_matmul_adds_in_place() -> None:
     """The result of a matmul may overlap the operand that is added to the product, but not a factor of the product."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
-    with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y is written"):
+    with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y are written"):
         check(host_text.parse(head.replace("copy %x -> %y\n", "") + "matmul %x, %x accumulate %y -> %y\n}\n"))
     for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
         with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give the result separate memory"):

@@ -123,7 +123,7 @@ CHECKED = {
     ),
     "no credit": (
         "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),
-        "add a signal after the operation of rank 1, and a wait for it before that of rank 0",
+        "add a signal after the operation of rank 1, and wait for it before the operation of rank 0",
     ),
     "one queue": (
         on_two_streams(awaited(0), given(0)),
@@ -143,7 +143,7 @@ CHECKED = {
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
         "is sent again before rank 1 has waited for the previous signal, so that a CUDA graph waits forever; "
-        "add that wait before it, or use another signal number",
+        "add that wait first, or use another signal number",
     ),
     "a wait without a signal": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),

@@ -52,7 +52,7 @@ BROKEN: dict[str, tuple[Callable[[HostProgram], None], str, str]] = {
     "a loop of one iteration": (
         conditions_are_open,
         "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  for %i in 0..1 {\n    copy %x -> %y\n  }\n}\n",
-        "the loop runs once; write its body",
+        "the loop runs once; replace the loop by its body",
     ),
 }
 IDENTITY = "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  copy %x -> %y\n}\n"

@@ -79,7 +79,7 @@ def test_a_sharding_with_one_block_per_rank_is_kept() -> None:
         ),
         (
             lambda x: hw.collective_permute(x, 0, [0, 0]),
-            "collective_permute: sources=(0, 0): each block is named once at most; use hw.concat to repeat one",
+            "collective_permute: sources=(0, 0): a block is named more than once; use hw.concat to repeat a block",
         ),
         (
             lambda x: hw.collective_permute(x, 1, [None, 0, 1]),

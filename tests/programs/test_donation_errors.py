@@ -104,7 +104,7 @@ REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
     "not written": (
         "  launch @twice %x -> %y\n}",
         "}",
-        r"returned %fn_y reads %fn_y before bytes .* of %out is written: write them first",
+        r"returned %fn_y reads %fn_y before bytes .* of %out are written: write these bytes first",
     ),
 }
 

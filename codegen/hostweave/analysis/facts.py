@@ -47,4 +47,4 @@ def conditions_are_open(program: ir.HostProgram) -> None:
         if isinstance(i.condition_of_body, Const) or isinstance(i.chosen_by, Const):
             raise ProgramError("the condition is constant; write the body or buffer that it selects", i.location)
         if i.trips == Size():
-            raise ProgramError("the loop runs once; write its body", i.location)
+            raise ProgramError("the loop runs once; replace the loop by its body", i.location)

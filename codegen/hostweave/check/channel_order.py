@@ -7,7 +7,7 @@ Devices may start unordered communications in a different order on every rank. K
 peers can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
 
 Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
-one after another, in any order that its edges allow. Signals and waits must keep the order of issue even then.
+one after another, in any order that its edges allow. In each such order, signals and waits must run in the order of issue.
 """
 
 from collections import defaultdict
@@ -56,7 +56,7 @@ def _place(part: Operation) -> tuple[ChannelGroup, bool]:
 
 
 def unordered_parts(later: Operation, earlier: Operation) -> tuple[Operation, Operation]:
-    """First communications of two operations, or of their groups, between which the library defines no order."""
+    """First pair of communications, one from each operation or group, that the library does not order."""
     parts = ([part for part in each.communications if part.may_be_serialised] for each in (later, earlier))
     return next((one, other) for one, other in product(*parts) if _place(one) != _place(other) or one.instruction.exchanges)
 

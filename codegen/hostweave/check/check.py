@@ -191,7 +191,7 @@ class _Checker:
             if taken:
                 why = f"after %{taken.access.name} has overwritten {where}, which is donated"
                 self.fail(part, f" reads %{access.name} {why}: read %{access.name} before, or keep a copy")
-            self.fail(part, f" reads %{access.name} before {where} is written: write them first, or remove the read")
+            self.fail(part, f" reads %{access.name} before {where} are written: write these bytes first, or remove the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
             clock = self.order.clocks[self.order.caller_tasks[rank].stream_id]
@@ -202,7 +202,7 @@ class _Checker:
                         remedy = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
                         self.fail(part, f" may still access the memory of rank {at} when this rank ends its call: {remedy}")
                     user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
-                    self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} after it")
+                    self.fail(part, f" {user}: nothing orders the caller's stream after this operation; add join {pool}")
                 gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
@@ -238,7 +238,7 @@ def _rank_of(part: Operation, access: Access) -> int:
 
 def _remedy(later: Operation, earlier: Operation) -> str:
     if later.rank != earlier.rank:
-        return f"add a signal after the operation of rank {earlier.rank}, and a wait for it before that of rank {later.rank}"
+        return f"add a signal after the operation of rank {earlier.rank}, and wait for it before the operation of rank {later.rank}"
     if later.stream and not earlier.stream:
         return f"add fork {later.stream[0]} between them"
     if earlier.stream and not later.stream:

@@ -187,7 +187,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
             why = f"is sent again before rank {part.peer} has waited for the previous signal, so that a CUDA graph waits forever"
-            raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another signal number", part.instruction)
+            raise failure(instances.program, f"{part}: {why}; add that wait first, or use another signal number", part.instruction)
     if stuck:
         first = stuck[0]
         why = "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"

@@ -124,7 +124,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse memory that a stream has freed: for streams of other pools, and for streams of this pool
+    # loops whose next iteration may reuse freed memory: if a stream of another pool freed it, and if a stream of this pool did
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

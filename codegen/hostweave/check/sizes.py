@@ -130,7 +130,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 
 
 MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
-MAX_ENLARGED_ELEMENTS = 2**14  # above this number of elements, a dim is enlarged only if it adds few elements
+MAX_ENLARGED_ELEMENTS = 2**14  # above this number of elements, a dim is enlarged only if this adds few elements
 NEAR_FACTOR = 64  # largest factor, relative to minimal sizes, at which a change of a condition counts as near
 MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 

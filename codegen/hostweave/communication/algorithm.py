@@ -35,7 +35,7 @@ class Algorithm:
 
     name: str  # the `algorithm` of `.stream`
     kind: str
-    # pairs of instructions that the transport must support, and the lowering that emits them
+    # pairs: the set of instructions that a transport must support, and the lowering that emits these instructions
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # see `ChunkLoop`
     max_streams: int | None = None  # largest number of streams on which iterations run; None: `Options.streams`

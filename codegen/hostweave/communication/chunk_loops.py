@@ -25,7 +25,7 @@ class LoopPart:
 
 
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one part and, if its equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard,
+    """Parts of a loop: one part and, if equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard,
     each part has iterations for the shards of all ranks."""
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps

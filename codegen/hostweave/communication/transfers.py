@@ -29,7 +29,7 @@ from hostweave.types.tensor import TensorType
 
 COPIES = "copies"  # mesh axis along which a sender broadcasts to its receivers
 
-MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into; called in the `on` body of its mesh
+MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into; called in the `on` body of the buffer's mesh
 
 
 class Transfers:

@@ -60,7 +60,7 @@ class CheckedArgument:
         return self.path.rpartition(".")[2]
 
     def statements(self) -> Iterator[Guarded]:
-        """The check of the tensor, and declarations of the sizes that it binds. They precede a check that needs all sizes."""
+        """The check of the tensor, and declarations of the sizes that the tensor binds. If `again`, the declarations come first."""
         type = self.buffer.type
         # dtype and shape in C++ do not state the type if a dim is symbolic, or if a bool is stored as a byte
         named = f', "{type}"' if type.dtype.name == "bool" or not all(size.is_int for size in type.shape) else ""

@@ -20,7 +20,7 @@ from hostweave.types.size import Factor, Size
 
 
 def name_outermost(loops: Loops, machine: Machine) -> Loops:
-    """Replaces the outermost size by a parameter, if it is a multiple of a symbolic size."""
+    """Replaces the outermost size by a parameter, if this size is a multiple of a symbolic size."""
     outer, *inner = (dim.size for dim in loops.dims)
     if len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
         return loops

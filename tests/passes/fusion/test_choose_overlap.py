@@ -338,5 +338,5 @@ def test_chunks_by_shard_of_a_sharded_dim_are_refused() -> None:
 def test_no_loop_over_uneven_shards(inputs: str, ops: str, why: str) -> None:
     with pytest.warns(OverlapWarning) as caught:
         made = choose_overlap(fusion(inputs, ops), Options())
-    assert [str(each.message) for each in caught] == [f"{why}, so no loop is formed; pad the dim to a multiple"]
+    assert [str(each.message) for each in caught] == [f"{why}, so no loop is formed; pad the dim so that the split is even"]
     assert not any(op.result.stream for op in made.ops)

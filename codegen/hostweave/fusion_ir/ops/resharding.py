@@ -1,4 +1,4 @@
-"""Collective permutes, and the steps of reshards: ops that move blocks of a tensor between ranks."""
+"""Ops that permute or renumber the blocks of a dim, the op `reshard`, and the steps into which reshards are decomposed."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from hostweave.types.zigzag import Zigzag
 
 OPS: dict[str, OpDef] = {}
 
-NO_SOURCE = -1  # in `sources`: the block is zeros
+NO_SOURCE = -1  # entry of `sources` for a block of zeros
 
 
 def _collective_permute(types: Types, op: Op) -> TensorType:
@@ -22,7 +22,7 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     if not sources or any(not 0 <= source < len(sources) for source in named):
         raise Mismatch(f"sources={sources}: each must be one of the {len(sources)} blocks, numbered from 0, or {NO_SOURCE} for zeros")
     if len(set(named)) < len(named):
-        raise Mismatch(f"sources={sources}: each block is named once at most; use hw.concat to repeat one")
+        raise Mismatch(f"sources={sources}: a block is named more than once; use hw.concat to repeat a block")
     if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
         raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give a number of sources that divides it")
     return unsharded(x)
@@ -72,13 +72,12 @@ OPS["collective_permute"] = OpDef(
     linear="first",
     makes="permuted",
 )
-# The op `renumber` converts zigzag order to rank order, or rank order to zigzag order. No elements move: only the numbering of blocks
-# changes.
+# The op `renumber` changes the sharding of a dim from zigzag to rank order, or back. Each rank keeps its local tensor.
 OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_renumbered, is_view=True, makes="renumbered")
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
-# Steps of reshards. Among plans with equal bytes and equally many steps, the earlier kind is preferred.
+# Steps of reshards. If two sequences have equal bytes and equally many steps, a step that is listed first here is preferred.
 _step("shard", DIM, MESH_AXES, is_view=True, cuts=True)
 _step("all_gather", DIM, MESH_AXES)
 _step("permute_shards", MESH_AXES, SOURCES, target="sharding")

@@ -28,7 +28,7 @@ def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # (value, layout, dim of rows) -> first and second rows. For keys and values: first half, all
+        # (value, layout, dim of rows) -> operands of the first and of the second op
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
@@ -94,7 +94,7 @@ class _Halving(OpRewriter):
             yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 
     def columns(self, name: str) -> tuple[str, str]:
-        """The first half of the keys or values, and all of them."""
+        """The first half of the keys or values, and all keys or values."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name

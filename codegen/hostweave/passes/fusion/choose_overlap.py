@@ -146,7 +146,7 @@ class _Choice:
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
         """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join.
 
-        A consumer that joins is streamed like `member`. Consumers of a gathered value that are not streamed can run after the loop.
+        A consumer that joins is streamed like `member`. If a value is gathered, its consumers without a stream can run after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -254,7 +254,7 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation without communication: those of an earlier loop that can fuse, those stated, or across shards."""
+        """Chunking and rotation: those of an earlier loop that can fuse with this loop, else the stated chunking or across shards."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -289,7 +289,7 @@ class _Choice:
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
-        text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim to a multiple"
+        text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim so that the split is even"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
@@ -368,7 +368,7 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do a gather together with the gathers of the loop, because one op reads all of the results."""
+        """True if one communication can do `op` and the gathers of the loop. Some op must read both `op` and the loop's first gather."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

@@ -100,8 +100,8 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body.
 
-    Hoists a communication past just enough work to hide it, because the result occupies memory from its new position on. Communications
-    keep their order. First, matmuls that no large op needs move down to positions at which a rank would wait.
+    Hoists a communication past just enough work to hide it. From the new position on, the result occupies memory. Communications
+    keep their order. Before that, matmuls that no large op needs move down to positions at which a rank would wait.
 
     A choice records whether a gather or reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that
     overlap with nothing may use copy engines too.

@@ -24,7 +24,7 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications of one channel. Different channels need the same order on all ranks. A group does not ensure this order."""
+    """Groups communications of one channel. A group would not give different channels the same order on all ranks."""
     return replaced(program, body=_Grouping(program).body(program.body))
 
 
