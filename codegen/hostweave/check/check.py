@@ -200,7 +200,7 @@ class _Checker:
                     part, pool, at = task_access.part, task_access.part.stream[0] if task_access.part.stream else "", task_access.access.at
                     if at is not None:
                         remedy = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
-                        self.fail(part, f" may still access the memory of rank {at} when this rank ends its call: {remedy}")
+                        self.fail(part, f" may still access the memory of rank {at} when rank {at} ends its call: {remedy}")
                     user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after this operation; add join {pool}")
                 gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
