@@ -106,7 +106,7 @@ class Kernel:
         """Name made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
         A kernel that updates its operand in place is named after the operand. The name omits iota, and ops whose result is named after the
-        op, such as `multiply_y`.
+        op, such as `multiply_y`. If the names of the results are long, only the last result is named.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

@@ -216,8 +216,8 @@ class AttentionBackward(_Masked):
 class Launch(Compute):
     """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
 
-    If `sent_on` names a channel, a launch_reduce_scatter of the launch's only result follows on this channel. The kernel then stores the
-    blocks of other ranks in the memory of these ranks, and not in the result.
+    If `sent_on` names a channel, a launch_reduce_scatter of the launch's only result follows on this channel. With peer access, the kernel
+    then stores the blocks for other ranks in the memory of these ranks, and not in the result.
     """
 
     kernel: Launched
