@@ -19,7 +19,7 @@ namespace {
 struct IdContent {
   char magic[16];
   SharedFile file;       // if ranks are processes, their shared memory; otherwise file.file is -1
-  std::uint64_t number;  // number of the communicator in this process; a random token if ranks are processes
+  std::uint64_t number;  // if ranks are processes, a random token; otherwise unique in this process
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
@@ -88,7 +88,7 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
-// Waits for graphs that refer to the communicator, as NCCL does.
+// Waits until the graphs that use the communicator are destroyed, as NCCL does.
 void wait_for_graphs(Lock& lock, ncclComm_t comm) {
   while (comm->in_graphs.use_count() > 1) {
     lock.unlock();
@@ -140,7 +140,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     std::random_device random;
     content.number = std::uint64_t{random()} << 32 | random();
     content.file.file = SharedGroup::make(content.number);
-    if (content.file.file < 0) return error(ncclSystemError, "ncclGetUniqueId: no shared memory left");
+    if (content.file.file < 0) return error(ncclSystemError, "ncclGetUniqueId: cannot create a shared file; are too many open?");
     files_in_the_making().insert(content.file.file);
   }
   std::memset(id, 0, sizeof *id);
@@ -167,8 +167,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int r
   const std::shared_ptr<ProcessGroup> process_group = slot;
   if (process_group->size() != size || process_group->devices[rank] != -1) {
     Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined " +
-                        process_group->name + " of " + std::to_string(process_group->size()) +
-                        (process_group->size() != size ? "" : ", which already has that rank"));
+                        process_group->name + ", which " +
+                        (process_group->size() == size ? "already has that rank"
+                                                       : "has " + std::to_string(process_group->size()) + " ranks"));
     return error(ncclInvalidArgument, Machine::get().report());
   }
   *comm = new_communicator(process_group, rank);
@@ -198,7 +199,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!known(comm)) return unknown("ncclCommAbort");
   Machine& machine = Machine::get();
   if (comm->last && !comm->last->done) {
-    machine.fail("rank " + std::to_string(comm->device) + " aborted " + comm->process_group->name + " while " +
+    machine.fail("device " + std::to_string(comm->device) + " aborted " + comm->process_group->name + " while " +
                  comm->last->name.text() + " was not done");
   }
   machine.wait_for_running_work(call.lock);

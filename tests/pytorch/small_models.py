@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and arguments for them."""
+"""Small models of the transformers library with random weights, their inputs, and their sharding plans."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def vit() -> Model:
 
 MODELS: dict[str, Callable[[], Model]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit}
 
-COLUMNS, ROWS, BIAS = "tp, -", "-, tp", "tp"
+COLUMNS, ROWS, BIAS = "tp, -", "-, tp", "tp"  # nn.Linear stores weights as [out, in]
 PLANS: dict[str, dict[str, Any]] = {
     "llama": {
         "*.embed_tokens.weight": "tp, -",
@@ -77,7 +77,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "down_proj.weight": ROWS,
         "lm_head.weight": COLUMNS,
     },
-    "gpt2": {"mlp.c_fc.weight": "-, tp", "mlp.c_fc.bias": "tp", "mlp.c_proj.weight": "tp, -"},
+    "gpt2": {"mlp.c_fc.weight": "-, tp", "mlp.c_fc.bias": "tp", "mlp.c_proj.weight": "tp, -"},  # Conv1D stores weights as [in, out]
     "bert": {
         "self.query.weight": COLUMNS,
         "self.query.bias": BIAS,

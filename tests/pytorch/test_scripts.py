@@ -1,6 +1,6 @@
-"""Scripts as users start them: the examples, and one process per rank, with gloo on the CPU and NCCL on GPUs.
+"""Tests of whole scripts: the examples and the `*_process.py` files. A script runs in one process for all ranks, or in one per rank.
 
-On the CPU, most processes are forks of a process that has imported torch, because an import takes 4 seconds.
+On the CPU, most processes are forks of a server that has imported torch, because an import takes 4 seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostweave.build.cuda import gpus
 HERE = Path(__file__).parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])
-pytestmark = pytest.mark.xdist_group("scripts")  # in one worker, which imports torch once and forks
+pytestmark = pytest.mark.xdist_group("scripts")  # in one worker, so that only one fork server imports torch
 everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -51,11 +51,11 @@ def errors_of(output: Path) -> Path:
 
 
 def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
-    """Lines that a script prints on the CPU, in one process for each of the environments."""
+    """Lines that a script prints on the CPU. Each of `variables` is the environment of one process."""
     files = [folder / f"output_{number}" for number in range(len(variables))]
     processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # imports of the forked process may look for GPUs
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # the fork server starts with the first process and inherits this variable
         for process in processes:
             process.start()
     for process, file in zip(processes, files, strict=True):

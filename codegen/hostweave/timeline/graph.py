@@ -1,5 +1,4 @@
-"""Picture of a fusion: one row per value, arcs from operands to users, and the mesh axes that shard each dim. Also the changes of
-passes."""
+"""Diagram of the values of a fusion and of their uses, and text diffs of what each pass changed."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,10 @@ ARCS = 90  # width of the area for arcs, in pixels
 
 @dataclass(frozen=True)
 class GraphRow:
-    """A value, or the heading of a function or program. A heading has no dims."""
+    """Row of the diagram: a value, or the heading of a function or fusion. A heading has no dims."""
 
     text: str  # "%y = matmul(%x, %w)"
-    kind: str  # "head", "input", or the kind of an event
+    kind: str  # "head", "input", or COMMUNICATION or COMPUTE for the result of an op
     dtype: str = ""
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # size of each dim, and the mesh axes that shard it
     note: str = ""  # "partial(sum, x)", "async"
@@ -55,7 +54,7 @@ def graph_of(fusion: Fusion) -> OpGraph:
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
-            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # all inputs are pinned
+            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # omits "pinned": the shardings of all inputs are fixed
         for op in body.ops:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)

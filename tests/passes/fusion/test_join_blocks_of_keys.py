@@ -36,7 +36,7 @@ def test_one_attention_becomes_one_for_each_block_of_keys() -> None:
 @pytest.mark.parametrize(
     "fusion", [attending(hw.f32[2, "S@cp", 16]), attending(hw.f32[2, "S", 16], keys="T@zigzag(cp)")], ids=["sharded queries", "zigzag"]
 )
-def test_keys_with_masks_that_differ_between_ranks_are_gathered(fusion: hw.Fusion) -> None:
+def test_keys_are_gathered_for_sharded_queries_and_zigzag_keys(fusion: hw.Fusion) -> None:
     assert changes(join_blocks_of_keys, fusion) == ""
     assert "all_gather %k" in str(lower(fusion, hw.Options()))
 
