@@ -218,7 +218,7 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
-    """Index along a dim of the largest element of the tensor. The same index is used at all positions of the other dims."""
+    """Index of the tensor's largest element along a dim. All positions of the other dims use the same index."""
     last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
     return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
 

@@ -236,7 +236,7 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   const Request& first = requests.front();
   ncclComm& comm = *first.comm;
   Stream* const stream = machine.find_stream(first.stream, comm.device);
-  if (!stream) return nccl_not_supported("the per-thread default stream, or a stream that was destroyed,");
+  if (!stream) return nccl_not_supported("the per-thread default stream, or a stream that was destroyed");
   if (stream->device != comm.device) {
     return error(ncclInvalidArgument, std::string("nccl ") + first.name + ": a stream of device " +
                                           std::to_string(stream->device) + " with a communicator of device " +

@@ -160,16 +160,15 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int r
   if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
   if (content.file.file >= 0) return init_across_processes(call.lock, comm, size, content, rank);
   if (content.file.process != getpid())
-    return nccl_not_supported("a communicator of several processes, made without config.processes,");
+    return nccl_not_supported("a communicator of several processes, made without config.processes");
   auto& pending = process_groups_in_the_making();
   std::shared_ptr<ProcessGroup>& slot = pending[content.number];
   if (!slot) slot = new_process_group(size);
   const std::shared_ptr<ProcessGroup> process_group = slot;
   if (process_group->size() != size || process_group->devices[rank] != -1) {
     Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined " +
-                        process_group->name + ", which " +
-                        (process_group->size() == size ? "already has that rank"
-                                                       : "has " + std::to_string(process_group->size()) + " ranks"));
+                        process_group->name + ", which has " +
+                        (process_group->size() != size ? std::to_string(process_group->size()) + " ranks" : "that rank already"));
     return error(ncclInvalidArgument, Machine::get().report());
   }
   *comm = new_communicator(process_group, rank);

@@ -38,7 +38,7 @@ int hw_cpu_attach(int rank) {
   Machine& machine = Machine::get();
   Lock lock(machine.mutex);
   if (this_thread().attached) {
-    error(cudaErrorInvalidValue, "hw_cpu_attach: this thread is attached");
+    error(cudaErrorInvalidValue, "hw_cpu_attach: this thread is already attached");
     return 1;
   }
   if (expect_below(machine.config.devices, "rank", rank, "hw_cpu_attach", cudaErrorInvalidDevice)) return 1;

@@ -196,7 +196,7 @@ def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int])
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> None:
-    """The program orders launches and calls: a call on another stream waits for the previous launch, and a launch for the previous
+    """The program orders launches and calls. A call on another stream waits for the previous launch. A launch waits for the previous
     call."""
     program = mlp_on(ranks)
 

@@ -34,7 +34,7 @@ ROUNDOFFS = 8  # tolerance in roundoffs of the largest element
 
 @cache
 def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
-    """Writes a checkpoint. Returns its folder, the logits after the prompts, and the tokens, which transformers computes in f32."""
+    """Writes a checkpoint. Returns its folder, and the logits and tokens that transformers computes in f32."""
     torch.manual_seed(1)
     rope = {"rope_theta": 500000.0, **LONG} if tied else {"rope_theta": 10000.0, "rope_type": "default"}
     config = transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""Each put, get, signal and wait is necessary, with its peer, position, signal number and count.
+"""Each put, get, signal and wait is necessary, and so are its peer, position, signal number and count.
 
 The check detects each mutant that is not known to be correct, and so does some schedule of the CPU device. The proof of order does not
 detect a wrong source address of a get, because the proof does not cover values.

@@ -80,8 +80,8 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """For each kind of scales and each dim: a matmul in which this dim is sharded, and the scales along this dim if their number is a
-    multiple of `ranks`."""
+    """A matmul for each kind of scales and each dim. The dim is sharded. Scales along the dim are sharded if their number is a multiple of
+    `ranks`."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):

@@ -88,8 +88,8 @@ def _wrong_type_of(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Message about the first argument, among those for which `of` is True, whose type does not fit. None if there is none, or if arguments
-    are missing or unknown."""
+    """Error message for the first argument of a wrong type. Checks only values for which `of` is True. None if all checked types fit, or
+    if arguments are missing or unknown."""
     try:
         bound = inspect.signature(function).bind(*args, **options)
     except TypeError:

@@ -111,8 +111,8 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder. Reads the metadata of the files, not the files. If a file was
-    edited after this process began to import the package, the stamp is random. The process may then run old code."""
+    """Stamp that changes with every edit of a file below the folder, read from the files' metadata. If a file was edited after this
+    process began to import the package, the stamp is random, because the process may run old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
     latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)

@@ -115,7 +115,7 @@ def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """A text and all files that the text includes from the program's folder, without the words of comments."""
+    """A text and all files that the text includes from the program's folder, with empty comments."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]

@@ -26,7 +26,7 @@ class Tolerance:
 
 
 def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
-    """Tolerance for a result of this dtype, if inputs have magnitudes of about 1 and random signs: 0 for integers and bools.
+    """Tolerance for a result of this dtype: 0 for integers and bools. Inputs must have magnitudes of about 1 and random signs.
 
     - `reduction_length` n is the number of products or elements that one sum has.
     - `terms` D is the number of partial sums, one per rank. Each partial sum is rounded to the dtype before the sums are added.

@@ -1,4 +1,4 @@
-"""Diagram of the values of a fusion and of their uses, and text diffs of what each pass changed."""
+"""Diagram of the values of a fusion and of their uses, and a text diff for each pass."""
 
 import difflib
 from collections.abc import Iterator, Sequence

@@ -49,7 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a public attribute of the wrapped module in that module, because the module's `forward` reads the attribute."""
+        """Sets a public attribute of the wrapped module on the wrapped module itself, because `forward` reads it there."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -166,7 +166,7 @@ class CompiledModule(Delegating):
         leaves, group = self._checked(args, kwargs), self._group()
         arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         if group is None:
-            why = "without a group all ranks run in this process on copies of the arguments, which cannot be captured"
+            why = "without a group, all ranks run in this process on copies, and such a call cannot be captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a separate process or thread")
         if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"

@@ -128,7 +128,7 @@ def exported(
             remedy = "compute with tensors, such as torch.full((), n), or leave the dim out of dynamic_shapes"
             raise ProgramError(f"{type(module).__name__}: {why}; {remedy}", fixed[0]) from error
         if found := re.match(r"The tensor attributes? (self\S*?(\w+)(?:\[.*?\])?),? .*assigned during export", str(error)):
-            why = f"forward stores a tensor in {found[1]}, which a program does not do"
+            why = f"forward stores a tensor in {found[1]}, but a program would not"
             remedy = "return the tensor, make it a buffer that forward writes to in place, or pass fullgraph=False"
             raise ProgramError(f"{type(module).__name__}: {why}; {remedy}", assigned.get(found[2])) from error
         raise error_of_torch(type(module).__name__, error) from error
@@ -136,8 +136,8 @@ def exported(
 
 @contextmanager
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
-    """Refuses `.data` of traced tensors in user code. In `assigned`, maps each attribute in which a module stores a tensor to the line
-    of the store. After the `with` block, removes new attributes with traced tensors."""
+    """Refuses `.data` of traced tensors in user code. If a module stores a tensor in an attribute, adds the attribute and the line to
+    `assigned`. After the `with` block, removes new attributes with traced tensors."""
     thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
 
     def put(part: nn.Module, name: str, value: Any) -> None:
@@ -214,7 +214,7 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
     - Functions that programs do not support raise ProgramError, or call supported functions.
     - Modules of transformers use scans, triangular solvers and scaled matmuls, instead of loops over elements and Triton kernels.
     - Torch logs no errors, and does not print the graph of a module that fails.
-    - Torch collects composite ops once, replaces few of them, and records few lines of torch. So an export takes half the time.
+    - Torch collects composite ops only once, replaces only few of them, and records few source lines. This halves the time of an export.
     """
     yield from ((torch, "manual_seed", _refused(_SEED)), (torch.Tensor, "random_", _randomize))
     yield from ((torch.autograd, name, _refused(_GRADIENTS)) for name in ("grad", "backward"))
@@ -333,7 +333,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each use of a value that loses its gradient with an op `hostweave::detach`, which decompositions keep."""
+    """Marks each use of a value that loses its gradient. The mark is an op `hostweave::detach`, which decompositions keep."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":

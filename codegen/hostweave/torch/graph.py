@@ -79,7 +79,7 @@ class Graph:
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call and may raise an error
     tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
-    of_calls: bool = False  # True if a call of a module returns the results, which may then share memory
+    of_calls: bool = False  # True if a call of a module returns the results; such results may share memory
     is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
@@ -367,7 +367,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 def expect_unchecked(graph: Graph, of: str) -> None:
     """Refuses a graph that checks values after a call, because the call has changed state by then."""
     if graph.checks:
-        why = f"values are checked after a call, as torch.linalg.inv does, which is not supported in {of}"
+        why = f"checks of values after a call, as torch.linalg.inv makes, are not supported in {of}"
         raise ProgramError(f"{why}; use a function without checks, such as inv_ex", location(graph.checks[0]))
 
 

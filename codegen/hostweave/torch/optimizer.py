@@ -183,7 +183,7 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if steps from zeros in these state entries give the same results as steps from an empty state.
+    """True if steps give the same results from zeros in these state entries as from an empty state.
 
     Compares the results of two steps with random gradients. Returns False if a step raises an error.
     """
@@ -413,7 +413,7 @@ def _overload(name: str) -> Any:
 class _LazyNumbers(TorchFunctionMode):
     """Makes `item()` of a tensor on the device "meta" return the tensor itself.
 
-    If such a tensor is passed as `alpha` or `value`, an operand is multiplied by the tensor, because torch accepts only numbers there.
+    Torch accepts only numbers as `alpha` and `value`. If such a tensor is passed there, an operand is multiplied by the tensor.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -128,7 +128,7 @@ class Pipeline:
             for path, one in stage.module.named_parameters():
                 if self._wants.get(id(one)) != one.requires_grad:
                     raise ArgumentError(
-                        f"pipeline: stage {stage.number}: {path} is another parameter or requires_grad has changed; compile again"
+                        f"pipeline: stage {stage.number}: {path} was replaced, or its requires_grad has changed; compile again"
                     )
         for module, mode in self._modes:
             if module.training != mode:

@@ -113,8 +113,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
-    """Names that match a pattern. The last word of the pattern must match the last word of the name. So `layers.*` matches the layers, but
-    not modules inside of them."""
+    """Names that match a pattern. The last component of the pattern must match the last component of the name. So `layers.*` matches the
+    layers, but not modules inside of them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [

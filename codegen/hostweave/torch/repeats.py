@@ -290,7 +290,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 def _expect_same(name: str, before: Any, value: Any) -> None:
     """Refuses to replace a number or a tensor that forward has read, because the next call would read the new value."""
     if isinstance(before, bool | int | float | torch.Tensor) and not is_same(before, value):
-        why = f"forward changes {name} for the next call, which a program does not do"
+        why = f"forward changes {name} for the next call, but a program would not"
         raise ProgramError.here(f"{why}; make it a buffer that forward writes to in place, or pass fullgraph=False")
 
 

@@ -266,7 +266,7 @@ def widened(gradient: hw.Tensor) -> hw.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():  # no gradient of `to_local` is recorded, because DTensors do that slowly, in Python
+    with torch.no_grad():  # DTensor records the gradient of `to_local` in Python, which is slow
         own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.detach()
 

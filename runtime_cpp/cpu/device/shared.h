@@ -89,7 +89,7 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Copies the next parts of the pieces, by copy(ring position, data, bytes). Adds the copied bytes to `count`, up to `end`.
+  // Copies pieces by copy(ring position, data, bytes), until `count` is `end`. Adds the copied bytes to `count`.
   // Returns true if it copied any bytes.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);

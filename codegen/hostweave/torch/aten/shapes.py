@@ -29,7 +29,7 @@ TABLE |= {
 def _scalar(result: Result, value: Number | str, **_: Any) -> hw.Tensor:
     if not isinstance(value, str):
         return full(result, value)
-    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(value),)), beside=result.trace)  # a size is the largest index, plus 1
+    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(value),)), beside=result.trace)  # the size is the largest index plus 1
     return cast(hw.max(numbers) + 1, result.dtype)
 
 
