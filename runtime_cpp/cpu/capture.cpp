@@ -49,7 +49,7 @@ bool is_joined(const Capture& capture) {
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
   if (!stream.capture) return std::nullopt;
   Capture& capture = *stream.capture;
-  if (capture.invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the stream's capture");
+  if (capture.invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has invalidated the capture");
   capture.nodes.push_back({stream.capture_lane, std::move(enqueue), this_thread().place, {}});
   Node& node = capture.nodes.back();
   const auto [last, is_first] = capture.last.try_emplace(node.lane);
@@ -182,7 +182,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   Call call;
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamBeginCapture");
-  if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture: the legacy default stream");
+  if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture: cannot capture the default stream");
   if (stream->capture) return error(cudaErrorIllegalState, "cudaStreamBeginCapture: the stream is captured already");
   const auto capture = std::make_shared<Capture>(Capture{++captures, mode, &this_thread(), {}, {}, {}});
   join(capture, *stream);
@@ -202,7 +202,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   capture->over = true;
   std::erase(going_on(), capture);
   for (Stream* one : capture->streams) one->capture.reset();
-  if (capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the capture");
+  if (capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has invalidated the capture");
   if (!is_joined(*capture))
     return error(cudaErrorStreamCaptureUnjoined, "a stream of the capture was not joined to its first stream");
   *graph = new CUgraph_st{std::move(capture->nodes), capture->streams.size()};

@@ -292,7 +292,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
     workers_idle_.notify_all();
     return;
   }
-  // Another rank may still be running one of the group's exchanges. The op waits for that exchange.
+  // Another rank may still be running one of the op's exchanges. The op waits for that exchange.
   for (const Part& part : op->parts) {
     if (!part.match->satisfied(part.index)) return wait_in_flight();
   }

@@ -103,8 +103,8 @@ std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint
   Segment& segment = group->segment();
   std::int32_t others = 0, nobody = 0;
   if (!segment.size.compare_exchange_strong(others, size) && others != size) {
-    problem =
-        "rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined a communicator of size " + std::to_string(others);
+    problem = "rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined a communicator of size " +
+              std::to_string(others);
     return nullptr;
   }
   if (!segment.seats[rank].device.compare_exchange_strong(nobody, device + 1)) {

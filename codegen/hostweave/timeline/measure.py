@@ -45,7 +45,7 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """Makes every event end no later than the events that wait for it. A host thread that is interrupted records ends too late."""
+    """Makes every event end no later than the events that wait for it. An interrupted host thread may record an end too late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
