@@ -182,7 +182,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   Call call;
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamBeginCapture");
-  if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture: cannot capture the default stream");
+  if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture of the default stream");
   if (stream->capture) return error(cudaErrorIllegalState, "cudaStreamBeginCapture: the stream is captured already");
   const auto capture = std::make_shared<Capture>(Capture{++captures, mode, &this_thread(), {}, {}, {}});
   join(capture, *stream);
