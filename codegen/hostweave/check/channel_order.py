@@ -51,7 +51,7 @@ class PostedCommunications:
 
 
 def _place(part: Operation) -> tuple[ChannelGroup, bool]:
-    """Channel of a communication, and True if a generated kernel exchanges the data, which the library does not order."""
+    """Channel of a communication, and True if a generated kernel exchanges the data. The library orders no such exchanges."""
     return channel_of(part), part.instruction.exchanges
 
 

@@ -176,7 +176,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes. Enlarges cheap sizes without loops, because few elements hide a wrong order."""
+    """Minimal sizes, and uneven sizes. Enlarges some dims over which no loop runs, because few elements hide a wrong order."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}

@@ -1,4 +1,4 @@
-"""Emits kernels with matmuls of few rows (hw::few_rows), and describes strided copies and fills."""
+"""Emits kernels with matmuls of few rows (hw::few_rows), and makes kernels that copy or fill strided buffers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ class Rows:
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """Describes a copy as a copy of rows, or returns None if the strides do not allow this."""
+    """Describes a copy as a copy of rows. None if the strides do not allow this."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([LoopDim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
@@ -112,7 +112,7 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """Kernel that copies one strided view to another."""
+    """Kernel that copies a strided view to another view."""
     type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 

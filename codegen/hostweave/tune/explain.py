@@ -1,4 +1,4 @@
-"""Text of `Program.explain`: how communication, attention and split matmuls are executed, the alternatives, and the reason."""
+"""Text of `Program.explain`: how communication, attention and some matmuls are executed, with alternatives and reasons."""
 
 import re
 from collections.abc import Iterator, Mapping, Set

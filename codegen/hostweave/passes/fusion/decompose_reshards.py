@@ -185,7 +185,7 @@ class _Decomposition(OpRewriter):
         return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
 
     def use(self, op: Op, source: str) -> None:
-        """Uses an existing value as the result of a reshard. Copies only a returned value, or one of a chunk loop."""
+        """Uses an existing value as the result of a reshard. Emits a copy only if the result is returned or in a chunk loop."""
         if op.result.stream or None in self.consumers[op.result.name]:
             self.emit(replace(op, kind="copy", operands=(source,)))
         else:

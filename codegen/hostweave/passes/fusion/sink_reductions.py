@@ -40,7 +40,7 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """The terms of a value, and their type. A rank applies the value's op to `operands`. Those in `summed` are terms too."""
+    """The terms of a value, and their type. A rank applies the value's op to `operands`. Operands in `summed` are terms too."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -128,7 +128,7 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """Edges for the reduction of a value's terms. A cut pays for them once, if any consumer needs the sum."""
+        """Edges for the reduction of a value's terms. A cut pays for the reduction once, if any consumer needs the sum."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
@@ -140,7 +140,7 @@ class _Sinking:
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The result of a reduction: that of the only consumer if this is a reshard, otherwise the value itself."""
+        """Value that a reduction produces: the result of the only consumer if that is a reshard, otherwise the value itself."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

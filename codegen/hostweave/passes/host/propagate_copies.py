@@ -143,7 +143,7 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and the views of its result. Above all numbers if none does."""
+        """Number of the first kernel that overwrites the whole copy, and views of its result. If none does, a number above all others."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around

@@ -129,7 +129,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """Moves a kernel to the copy of its result, which the kernel then writes itself. Nothing else may use the result."""
+        """Moves a kernel to the copy of its result, and lets the kernel write the copy's destination. Nothing else may use the result."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction

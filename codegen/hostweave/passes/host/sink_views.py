@@ -22,7 +22,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Moves equal views before their users or a loop. One of them must be unconditional: a condition may bound the index."""
+    """Moves equal views before their users or a loop. One view must be unconditional: a condition may bound the index."""
     # view without its name -> the names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):

@@ -147,7 +147,7 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value and an operand of a concat or pad, as from `_chain`. Empty for copied or pointwise operands."""
+    """Views between a value and an operand of a concat or pad, in the form of `_chain`. Empty for copied or pointwise operands."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
@@ -164,7 +164,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value of a chain of views that ends in `op` to its view. Empty without inverses in `memory`, or with other uses."""
+    """Maps each value of the chain of views up to `op` to its view. Empty if a view has no inverse, or a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
