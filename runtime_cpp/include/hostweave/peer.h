@@ -51,7 +51,8 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps the memory of all ranks. Each rank passes memory that its `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory without waiting. Frees `data`. If peers still map `data`, a later `map` or `free` frees `data`.
+  // Unmaps the peers' memory without waiting. Frees `data` when no peer maps `data` any longer: now, or in a later call of `map`
+  // or `free`.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);
