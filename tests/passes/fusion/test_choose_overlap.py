@@ -310,7 +310,7 @@ def refused(inputs: str, ops: str) -> Any:
 
 def test_chunks_by_shard_of_a_sharded_dim_are_refused() -> None:
     assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = negative(%x)") == (
-        "text:2: stream of %y: chunking='by_shard' is not possible, "
+        "text:2: stream of %y: chunking='by_shard' is not possible, because "
         "a rank holds only one block of f32[M@x, K]; use chunking='across_shards'"
     )
 

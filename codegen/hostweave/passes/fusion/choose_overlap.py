@@ -259,7 +259,7 @@ class _Choice:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
                 raise ProgramError(
-                    f"stream of %{root.result.name}: chunking='by_shard' is not possible, {why}; use chunking='across_shards'",
+                    f"stream of %{root.result.name}: chunking='by_shard' is not possible, because {why}; use chunking='across_shards'",
                     root.location,
                 )
             return "across_shards", None

@@ -41,7 +41,7 @@ def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Tr
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
-            why = "a move between meshes by reading"
+            why = "a move between meshes by gets"
         for type in (types[op.tensors[0]], op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
