@@ -124,7 +124,7 @@ class Options:
         if self.stages not in ("auto", "as_written"):
             raise ProgramError(f'Options: stages={self.stages!r} is neither "auto" nor "as_written"; write one of them')
         if self.graph not in (None, "auto"):
-            raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
+            raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; omit it, or use program.capture')
         if not isinstance(self.windows, tuple) or not all(isinstance(name, str) for name in self.windows):
             raise ProgramError(f'Options: windows={self.windows!r} is not a tuple of names; write windows=("x",)')
         if self.partial_dtype not in (None, f32):

@@ -119,7 +119,7 @@ def replaced_data(x: Any) -> Any:
 MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "branch on data": (
         branch,
-        r"^test_mistakes.py:\d+: Written: a branch depends on the values of a tensor, .*; write it as tensor ops, such as torch.where$",
+        r"^test_mistakes.py:\d+: Written: a branch depends on the values of a tensor, .*; write tensor ops instead, such as torch.where$",
     ),
     "another shape": (
         lambda x: x @ torch.ones(7, 3),

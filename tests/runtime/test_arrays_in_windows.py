@@ -229,7 +229,7 @@ def test_wrong_arguments(case: str) -> None:
 
 def test_ranks_that_disagree() -> None:
     told = message_of(2, lambda group: group.empty(3, hw.f32 if group.rank else hw.f16), ExecutionError)
-    assert "rank 1 calls group.empty of f32 for cpu on default, rank 0 group.empty of f16 for cpu on default" in told
+    assert "rank 1 calls group.empty of f32 for cpu on default, and rank 0 calls group.empty of f16 for cpu on default" in told
 
     def crossed(group: hw.Group) -> None:
         x, other = (group.empty((M // 2, K), hw.f32) for _ in range(2))

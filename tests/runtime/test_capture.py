@@ -280,7 +280,7 @@ def test_threads_that_share_a_captured_call() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ProgramError, match=r"""^Options: graph='always' is neither "auto" nor None; program.capture captures one call$"""):
+    with pytest.raises(ProgramError, match=r"""^Options: graph='always' is neither "auto" nor None; omit it, or use program.capture$"""):
         hw.Options(graph="always")
     program = mlp_on(1)
     with pytest.raises(ExecutionError, match=r"mlp: this process has not joined a group; call hw\.init first"):

@@ -41,7 +41,7 @@ def test_processes_agree_before_anything_is_sent() -> None:
         group.agree(CallSignature("p", "mesh(x=3)", "1"), "", 5)
         group.agree(CallSignature("p" if group.rank else "q", "mesh(x=3)", "1"), "", 5)
 
-    reason = "rank 1 calls p on mesh(x=3), rank 0 q on mesh(x=3); all ranks of a group call the same programs in the same order"
+    reason = "rank 1 calls p on mesh(x=3), and rank 0 calls q on mesh(x=3); all ranks of a group call the same programs in the same order"
     assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
 
 

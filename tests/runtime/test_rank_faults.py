@@ -60,7 +60,8 @@ def test_a_rank_with_another_size() -> None:
 
 def test_a_rank_that_calls_another_program() -> None:
     errors = then_works(lambda rank: TWICE(x_of(rank)) if rank == 1 else AG_MATMUL(x_of(rank), W))
-    reason = "rank 1 calls twice on mesh(x=4), rank 0 ag_matmul on mesh(x=4); all ranks of a group call the same programs in the same order"
+    calls = "rank 1 calls twice on mesh(x=4), and rank 0 calls ag_matmul on mesh(x=4)"
+    reason = f"{calls}; all ranks of a group call the same programs in the same order"
     assert errors == [f"{'twice' if rank == 1 else 'ag_matmul'}: {reason}" for rank in range(RANKS)]
 
 
@@ -72,7 +73,8 @@ def test_ranks_that_call_in_another_order() -> None:
             program(*([x_of(rank)] if program is TWICE else [x_of(rank), W]))
 
     errors = messages(on_ranks(rank))
-    reason = "rank 1 calls twice on mesh(x=4), rank 0 ag_matmul on mesh(x=4); all ranks of a group call the same programs in the same order"
+    calls = "rank 1 calls twice on mesh(x=4), and rank 0 calls ag_matmul on mesh(x=4)"
+    reason = f"{calls}; all ranks of a group call the same programs in the same order"
     assert errors == [f"{'twice' if rank else 'ag_matmul'}: {reason}" for rank in range(RANKS)]
 
 
@@ -87,7 +89,7 @@ def test_a_rank_with_another_mesh_or_other_options() -> None:
         * RANKS
     )
     errors = then_works(lambda rank: ROWS_AND_COLUMNS(X) if rank == 1 else AG_MATMUL(x_of(rank), W))
-    assert errors[0].startswith("ag_matmul: rank 1 calls rows_and_columns on mesh(dp=2, tp=2), rank 0 ag_matmul on mesh(x=4)")
+    assert errors[0].startswith("ag_matmul: rank 1 calls rows_and_columns on mesh(dp=2, tp=2), and rank 0 calls ag_matmul on mesh(x=4)")
 
 
 @pytest.fixture
@@ -340,7 +342,7 @@ def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
             "ArgumentError gathered: seeded schedules, buffered sends and the check of dependencies need ranks that are threads of one "
             "process, but group 'default' has 2 processes; use hw.Threads or program.run"
         )
-        assert "rank 1 calls gathered on mesh(x=2), rank 0 other on mesh(x=2); all ranks of a group call the same" in programs
+        assert "rank 1 calls gathered on mesh(x=2), and rank 0 calls other on mesh(x=2); all ranks of a group call the same" in programs
         assert "gathered: x: rank 1 passes [2, 3], and rank 0 [2, 2]; pass blocks of one array f32[M@x, K]" in sizes
         assert (
             "x: rank 0 passes block [1, 3] of an array [2, 3], rank 1 passes block [2, 3] of an array [4, 3]; pass blocks of one array"

@@ -99,8 +99,8 @@ def test_mistakes() -> None:
         "group.split: key='a' is not an int; pass one",
         "group.split: key=None is not an int; pass one",
     ]
-    assert "rank 1 calls group.split on default, rank 0 gather on mesh(x=2)" in first[4]
-    assert "rank 1 calls group.split on default, rank 0 gather on mesh(x=2)" in second[4]
+    assert "rank 1 calls group.split on default, and rank 0 calls gather on mesh(x=2)" in first[4]
+    assert "rank 1 calls group.split on default, and rank 0 calls gather on mesh(x=2)" in second[4]
     given = hw.init(hw.Communicators({}, 0, 1), "given")
     with pytest.raises(ArgumentError, match=r"^group.split: hw.Communicators has no store; split the communicators"):
         given.split(0)

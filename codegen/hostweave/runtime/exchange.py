@@ -334,7 +334,7 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
     for rank, signature in enumerate(signatures):
         if (signature.program, signature.mesh) != (first.program, first.mesh):
             return (
-                f"rank {rank} calls {signature.program} on {signature.mesh}, rank 0 {first.program} on {first.mesh}; "
+                f"rank {rank} calls {signature.program} on {signature.mesh}, and rank 0 calls {first.program} on {first.mesh}; "
                 "all ranks of a group call the same programs in the same order"
             )
         if signature.digest != first.digest:
@@ -343,7 +343,7 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
             )
         if signature.call != first.call:
             return (
-                f"rank {rank} compares the sizes of call {signature.call}, rank 0 those of call {first.call}; "
+                f"rank {rank} compares the sizes of call {signature.call}, and rank 0 those of call {first.call}; "
                 "pass consistent sizes to each call"
             )
         if signature.windows != first.windows:

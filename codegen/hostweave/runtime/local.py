@@ -80,7 +80,7 @@ class LocalProgram:
             with _build_lock:
                 loaded = module()
             if stream and loaded.is_captured(stream):
-                raise CaptureError(f"{host.name}: the stream is being captured, but this is the first call; make one call before")
+                raise CaptureError(f"{host.name}: the stream is being captured, but this is the first call; make one call before capturing")
             return loaded, group.member(loaded, self.target)
 
         self._intent = replace(self._intent, bound=lacks)

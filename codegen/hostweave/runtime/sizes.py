@@ -123,7 +123,7 @@ class ComparedSizes:
         given = {rank: _parsed(sizes) for rank, (_, sizes) in enumerate(records)}
         difference = self._difference(given)
         if other := next((rank for rank, (variant, _) in enumerate(records) if variant != records[0][0]), None):
-            difference = difference or f"{other_call(other, 0, call)}, and arrays of group.empty for the same arguments"
+            difference = difference or f"{other_call(other, 0, call)}, and pass arrays of group.empty for the same arguments"
         if difference:
             raise ArgumentError(f"{self._host.name}: {difference}")
 

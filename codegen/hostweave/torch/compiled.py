@@ -166,7 +166,7 @@ class CompiledModule(Delegating):
         leaves, group = self._checked(args, kwargs), self._group()
         arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         if group is None:
-            why = "without a group, all ranks run in this process on copies, and such a call cannot be captured"
+            why = "without a group all ranks run in this process on copies, and such a call cannot be captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a separate process or thread")
         if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"

@@ -242,8 +242,8 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
     """Converts any exception of torch's tracing to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile time"
-        kinds = "int(t), range(t.item()), and a dim or a number of parts from t.item() are branches, too"
-        return ProgramError(f"{name}: {why}; {kinds}; write it as tensor ops, such as torch.where", _line_of(error))
+        kinds = "int(t), range(t.item()), and a dim or a count that t.item() gives are branches, too"
+        return ProgramError(f"{name}: {why}; {kinds}; write tensor ops instead, such as torch.where", _line_of(error))
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
     remedy = "write other tensor ops, or pass example_inputs that the module takes"
     if found := re.search(r"(?:Found|input type) <class '(?:.*\.)?(\w+)'>", why):
