@@ -33,7 +33,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MAX_CALLS = 4  # checked calls of a repeat: first, last, and one or two between
+MAX_CALLS = 4  # largest number of calls of a repeat that the check runs, unless a constant index requires more
 DEFAULT_SIZE = 4096
 
 
@@ -217,7 +217,7 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 
 
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for symbols that may not divide evenly.
+    """Larger sizes for symbols that need not divide evenly.
 
     A larger size differs from all sizes before it, because with equal sizes a mistake that swaps dims would not show. Some rank has at
     least two elements of each such dim, because a sum and a maximum of one element are equal.

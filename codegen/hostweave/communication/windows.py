@@ -1,4 +1,4 @@
-"""Moves memory into windows, if peers access this memory."""
+"""Moves memory into windows, if one-sided transfers access this memory."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
