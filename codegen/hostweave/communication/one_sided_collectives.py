@@ -187,8 +187,8 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole parameter or allocation that is or will be in a window. The offset of a part could differ between
-        ranks."""
+        """True if the buffer is a whole parameter or allocation that is or will be in a window. A part could have different offsets on
+        different ranks."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
