@@ -24,7 +24,7 @@ OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
 STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"
-# CUDA's headers define hundreds of static functions. Without optimisation GCC compiles all of them in each file, for longer than a program.
+# CUDA's headers define hundreds of static functions. Without optimisation GCC compiles all of them in each file, which takes very long.
 CUDA_STANDARD = """\
 #pragma GCC push_options
 #pragma GCC optimize("O1")

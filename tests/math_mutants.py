@@ -2,8 +2,8 @@
 epilogue or condition.
 
 `mutants(host)` returns all mutants. `Subject.judge` returns the verdict on a mutant. docs/check-tests.md explains the verdicts.
-`python tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. `60 training`
-judges mutants of training programs, which need PyTorch. `22 others 3 8` judges every eighth program, starting with number 3.
+`python tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. The arguments
+`60 training` select training programs, which need PyTorch. The arguments `22 others 3 8` select every eighth program, from number 3 on.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests: the stream whose wait is omitted in fork or join, or matmuls on the next stream.
+// Faults for tests: fork or join omits the wait of one stream, or matmuls run on the next stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;
