@@ -7,7 +7,7 @@
     python rank_process.py graphs PROVIDER [TARGET]         runs programs with signals, whose calls become graphs on all ranks
 
 SET is `all`, `kinds`, `few` or `everything` (see `programs_for`). With provider `torch`, a SET runs twice, and prints two lines.
-PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Its sizes are multiples of the number of chunks, and others. With
+PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Sizes are multiples of the number of chunks, and others. With
 the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank makes one call, reads a line from stdin, and
 exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
 PROVIDER is `environment`, `mpi`, `torch` (under torchrun), or `store` (a torch.distributed store without a process group). TARGET is

@@ -1,4 +1,4 @@
-"""Simulates the operations of all ranks on a machine: when each operation starts and ends, if other operations slow it down.
+"""Simulates when the operations of all ranks start and end on a machine. Concurrent operations slow each other down.
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
 proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy,

@@ -96,7 +96,7 @@ def test_kernels_that_are_not_folded(name: str) -> None:
 
 
 def test_a_kernel_keeps_the_ops_after_a_folded_value() -> None:
-    """A kernel adds, writes the sum, and computes another result from it. The addition becomes an epilogue, and the kernel reads the
+    """A kernel adds, writes the sum, and computes another result from the sum. The addition becomes an epilogue, and the kernel reads the
     sum."""
     ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
     before = host(
