@@ -240,8 +240,8 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
 @everywhere
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
-    """If a rank is stopped, `call_timeout` applies, even if the store is in the process of the stopped rank. The limits are below 10 seconds,
-    after which a store that does not answer is a separate error."""
+    """If a rank is stopped, `call_timeout` applies, even if the store is in the process of the stopped rank. The limits are below 10
+    seconds, after which a store that does not answer is a separate error."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, count = free_port(), place.killed
