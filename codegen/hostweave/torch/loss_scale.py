@@ -12,7 +12,7 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.torch.updates import widened
 
-SCALE = "loss_scale"  # input of the programs: the gradient of the loss
+SCALE = "loss_scale"  # input of the programs: the scale, which is the gradient of the loss
 
 
 class LossScale:

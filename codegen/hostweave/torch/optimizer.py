@@ -77,7 +77,7 @@ Call = tuple[Any, Mapping[object, Any], Sequence[object], Any]
 
 @dataclass
 class UpdateStep:
-    """One step of an optimizer for one parameter. `results` gives the sources of the new parameter and of new state on "meta"."""
+    """One step of an optimizer for one parameter. `results` gives the sources of the new parameter and of the new state tensors."""
 
     ops: list[UpdateOp]
     numbers: list[float]
@@ -122,7 +122,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records steps of an optimizer for the parameter, with a group's options."""
+    """A parameter on the device "meta", and its state. Records the steps of an optimizer with the options of one parameter group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group

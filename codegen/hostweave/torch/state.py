@@ -1,5 +1,5 @@
-"""Attributes of modules, other than tensors, that a forward pass reads. A call of a compiled module raises
-ArgumentError if such an attribute has changed.
+"""Attributes of modules that a forward pass reads, except tensors. A call of a compiled module raises ArgumentError if such an attribute
+has changed.
 
 Reads are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
 """
