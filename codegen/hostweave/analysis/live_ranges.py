@@ -19,8 +19,7 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """An `allocate`: the live range of its buffers begins. In a stream block, each of the first `slots` streams of the pool has one
-    buffer."""
+    """An `allocate`: the live range of its buffers begins. In a stream block, each of the first `slots` streams has one buffer."""
 
     place: Place
     slots: int = 1

@@ -266,8 +266,7 @@ def _as_build_error() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """Creates the folder for this user only, unless it exists, and returns the folder. Raises BuildError if other users can write to the
-    folder."""
+    """Creates the folder for this user only, and returns it. Raises BuildError if other users can write to the folder."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)

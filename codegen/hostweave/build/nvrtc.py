@@ -42,8 +42,7 @@ _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 @dataclass(frozen=True)
 class Unit:
-    """Compilation unit: one kernel of kernels.cu, all user kernels, one paragraph of a runtime file, or a whole file that cannot be
-    split."""
+    """Compilation unit: one kernel of kernels.cu, all user kernels, one paragraph of a runtime file, or a whole indivisible file."""
 
     name: str
     line: int  # line of the file at which the text begins

@@ -24,8 +24,7 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last communication that the rank has posted. Earlier communications of the stream precede the
-    last one."""
+    """The last communication that each rank has posted per channel and stream. Earlier ones of the stream precede it."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank

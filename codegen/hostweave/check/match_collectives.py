@@ -48,8 +48,7 @@ class MatchedCommunications:
 
 
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
-    """All matched communications of the simulated calls. Raises ProgramError if a communication has no match, or if matched communications
-    disagree."""
+    """All matched communications of the simulated calls. Raises ProgramError if communications have no match, or disagree."""
     program = instances.program
     # (channel, sender, receiver, signal number) -> operations of the sender, and of the receiver
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))

@@ -106,8 +106,7 @@ class Memory:
         return next((touch for touch in task_accesses if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_uninitialised(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
-        """First bytes of a region that are uninitialised or overwritten, with the write that overwrote the bytes, if any. None if all bytes
-        are valid."""
+        """First uninitialised or overwritten bytes of a region, with the write that overwrote them. None if all bytes are valid."""
         for piece in self.covered(region):
             if not region.generation <= (contents := self.contents[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if contents > region.last else None

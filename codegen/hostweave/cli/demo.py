@@ -25,8 +25,7 @@ MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
-    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and its C++. Returns 0 if the results of all ranks match
-    NumPy."""
+    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and C++. Returns 0 if the results match NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -62,8 +61,7 @@ def enqueued(source: str) -> str:
 
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
-    """Runs the program, and prints the error of each rank against NumPy, and the time of a call. Returns the largest error as a fraction of
-    the tolerance."""
+    """Runs the program, and prints errors and the time of a call. Returns the largest error as a fraction of the tolerance."""
     names = {name for value in fusion.inputs for dim_size in value.type.shape for name in dim_size.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)

@@ -122,8 +122,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of all ranks except this one into one buffer, in rank order. `take_shard` copies the rank's own shard to this
-    buffer."""
+    """Gathers the shards of all other ranks into one buffer, in rank order. `take_shard` copies the rank's own shard there."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))

@@ -56,8 +56,7 @@ def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. If `overlaps`, the copies count only as the delay of
-    concurrent ops."""
+    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines: only the delay of concurrent ops, if `overlaps`."""
     # time of the kernel that sums the copied terms
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
@@ -94,8 +93,7 @@ class Overlap:
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and with a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Seconds without a loop, including the delay of overlapped ops. `by` is "put" or "get" for communication by copies, and "" for a
-        collective."""
+        """Seconds without a loop, including the delay of overlapped ops. `by` is "put" or "get" for copies, and "" for a collective."""
         if by:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1

@@ -90,8 +90,7 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather. For a tensor that is small or has no equal blocks, emits an all_gather, and a reduction
-        on every rank."""
+        """Emits a reduce_scatter and an all_gather. Without equal or large blocks, emits an all_gather and a reduction."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None

@@ -44,8 +44,7 @@ class _ForwardingRing(_Ring):
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
-        """Buffer for the chunk that the previous rank sends in this iteration. Raises ProgramError if chunks of the buffer are not
-        contiguous."""
+        """Buffer for the chunk from the previous rank in this iteration. Raises ProgramError if chunks are not contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
         if name in values.by_step and name != self.adds:  # this buffer has contiguous chunks
@@ -74,8 +73,7 @@ class _ForwardingRing(_Ring):
 
 
 class _RingGather(_ForwardingRing):
-    """All-gather: a rank sends its own block to the next rank, and then each block that arrives from the previous rank, except the last
-    block."""
+    """All-gather: a rank sends its own block to the next rank, and then all but the last block from the previous rank."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -116,8 +114,7 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """Reduce-scatter by puts. A rank signals that the memory of its terms is free. The previous rank then puts partial sums into this
-    memory."""
+    """Reduce-scatter by puts. A rank signals that its memory is free, and the previous rank then puts partial sums there."""
 
     needs_count = True
 
@@ -151,8 +148,7 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put to the next rank. The source is the chunk that arrived one shard earlier, or this rank's own chunk if none has
-        arrived."""
+        """Emits a put to the next rank, of the chunk that arrived one shard earlier, or of this rank's own chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

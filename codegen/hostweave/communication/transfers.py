@@ -200,8 +200,7 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """Views `whole` as blocks: the first dims are the index of a block, and the other dims the block. Returns `whole` itself if there is
-    one block."""
+    """Views `whole` as blocks, indexed by the first dims. Returns `whole` itself if there is one block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -217,8 +216,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """Returns an instruction with all sends of this rank. If `distance` is given, each rank sends to the rank that is `distance` ranks
-    ahead."""
+    """Returns an instruction with all sends of this rank: to the rank that is `distance` ranks ahead, if `distance` is given."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

@@ -23,8 +23,7 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """Returns a C++ string literal. Octal escapes, which both C++ and the assembler understand, replace bytes that are not printable
-    ASCII."""
+    """Returns a C++ string literal. Octal escapes, which the assembler also understands, replace all but printable ASCII."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 

@@ -207,8 +207,7 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Makes offsets relative to the start of an operand of a concat or pad. Yields the conditions under which the index is in the
-        operand."""
+        """Makes offsets relative to an operand of a concat or pad. Yields the conditions that the index is in the operand."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)

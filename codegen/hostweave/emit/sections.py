@@ -187,8 +187,7 @@ class Section:
         return local
 
     def element(self, name: str, in_f32: bool = False) -> str:
-        """C++ of an input's element, read from memory or from a vector that was loaded before. With `in_f32`, floats of at most 16 bits are
-        converted."""
+        """C++ of an input's element, from memory or a loaded vector. With `in_f32`, floats of at most 16 bits are converted."""
         loops, pointer, dtype = self.kernel.loops, self.kernel.pointers[name], self.kernel.types[name].dtype
         in_f32 = in_f32 and _is_small_float(dtype)
         if not self.is_wide or name not in self.kernel.ir.packed:
@@ -375,8 +374,7 @@ class Section:
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have one index, emits a
-        vector load."""
+        """C++ of a gathered element, and the condition that this rank has it. A vector load if all elements of a vector have one index."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)

@@ -33,8 +33,7 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an elementwise op that has C++ for one element. The result must not be sharded, partial, in a chunk loop or on another
-    mesh."""
+    """True for an elementwise op with C++ for one element, whose result is unsharded, outside of loops and on this mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
@@ -52,8 +51,7 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
-    """Reorders the body. `ops` has the fusion's ops, or replacements of them, in the new order. A loop moves to the position of its first
-    op."""
+    """Reorders the body to `ops`, its ops or replacements of them. A loop moves to the position of its first op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
     return replaced(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
@@ -100,8 +98,7 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces symbolic sizes by ints. Results get the shardings of the types `outputs`. Raises ProgramError if a quotient is not an
-    int."""
+    """Replaces symbolic sizes by ints. Results get the shardings of `outputs`. Raises ProgramError if a quotient is not an int."""
 
     def known(type: TensorType) -> TensorType:
         dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)

@@ -97,8 +97,7 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """Parses one op. `known` contains the names that may be operands, or is None for any names. `functions` and `user_kernels` are those
-    that the op may name."""
+    """Parses one op. `known` has the names that may be operands, or is None for any. `functions` and `user_kernels` may be named."""
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")

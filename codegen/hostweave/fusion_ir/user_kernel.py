@@ -75,8 +75,7 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Raises ProgramError if the source uses GPU features, and there is no separate function for the CPU target. The CPU target runs one
-    thread."""
+    """Raises ProgramError if the source uses GPU features and has no function for the CPU target, which runs one thread."""
     if kernel.cpu:
         return
     for number, line in enumerate(kernel.lines):

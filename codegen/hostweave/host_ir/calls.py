@@ -155,8 +155,7 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions before and after the inlined body of a function with donated inputs. Adds the views that replace parameters to
-        `names`."""
+        """Instructions around the inlined body of a function with donated inputs. Adds the views that replace parameters to `names`."""
         donated = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if donated else ()), (TakeOver, donated)):

@@ -64,8 +64,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields the global sizes that reductions without an identity reduce, each with the kind of the reduction. These sizes must not be
-    0."""
+    """Yields global sizes that reductions without an identity reduce, each with the reduction's kind. They must not be 0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -126,8 +125,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Symbols, with their sizes, that break a requirement of divisibility. If a sum or product breaks a requirement, all its symbols are
-    included."""
+    """Symbols, with their sizes, that break a requirement of divisibility: all symbols of the sum or product."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:

@@ -9,8 +9,7 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 
 
 def verify_host(program: ir.HostProgram) -> None:
-    """Raises ProgramError for the first fault of a host program. If the fault is in an instruction, the message contains the text of the
-    instruction."""
+    """Raises ProgramError for the first fault of a host program, with the text of the instruction that has the fault."""
     checker = Checker(program, RULES)
     checker.header()
     for kernel in program.kernels:

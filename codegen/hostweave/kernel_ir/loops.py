@@ -182,8 +182,7 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For ops on lanes, size of the lane of an input, or of the result if threads share a
-        lane."""
+        """Size of the innermost reduced dim, or None. For lanes, that of an input, or of the result if threads share a lane."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size

@@ -47,8 +47,7 @@ def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Checks an array against the type of a parameter. Returns the array's library, and the array in the form that the library's methods
-    take."""
+    """Checks an array against a parameter's type. Returns its library, and the array in the form that the library's methods take."""
     try:
         library = library_of(array)
     except TypeError as error:

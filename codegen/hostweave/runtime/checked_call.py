@@ -78,8 +78,7 @@ class Arguments:
         verifies_calls: bool,
         windows: Windows,
     ):
-        """`native_table` creates the native part of a BoundTable. `verifies_calls` is True if the ranks compare shapes before every
-        call."""
+        """`native_table` creates the native part of a BoundTable. With `verifies_calls`, ranks compare shapes before every call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks

@@ -44,8 +44,7 @@ class Exchange:
         self.number = 0  # number of exchanges that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks, indexed by rank. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed
-        or left."""
+        """Returns the records of all ranks. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed or left."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
@@ -296,8 +295,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The step that a rank is about to take, such as a call of a program or of `group.split`. If the rank cannot take the step, `error`
-    says why."""
+    """A rank's next step, such as a call of a program or of `group.split`. `error` says why the rank cannot take it."""
 
     program: str
     mesh: str

@@ -78,8 +78,7 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed: a reason that a rank has reported, or an error of the store. None if the group has not
-        failed."""
+        """Reason why the group has failed, from a rank or as an error of the store. None if the group has not failed."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
@@ -160,8 +159,7 @@ class FallibleGroup:
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Returns a message if this rank has begun the next call, and another rank waits in an exchange that this rank will not join.
-        Otherwise returns None."""
+        """Message if this rank has begun the next call while another waits in an exchange that this rank will not join, or None."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

@@ -354,8 +354,7 @@ class Group(FallibleGroup):
             self._waits_at_barrier = False
 
     def make_barrier(self) -> tuple[HostBarrier | None]:
-        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map this memory, for example on another host.
-        Collective."""
+        """Creates the barrier's shared memory. Returns (None,) if some rank cannot map it, for example on another host. Collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         barrier = None

@@ -269,8 +269,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides with the other ranks whether calls run as graphs from now on. Calls run as graphs if all ranks vote for graphs and can
-        capture."""
+        """Decides if calls run as graphs from now on: all ranks must vote for graphs and be able to capture."""
         unseen = native.unseen
         are_wanted = self._all_true(common.vote(unseen))
         agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))
@@ -338,8 +337,7 @@ class LocalProgram:
             self._exchanges_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks a call together with the other ranks. Ranks exchange shapes and addresses of bound inputs only if bindings or shapes have
-        changed."""
+        """Checks a call with the other ranks. Exchanges shapes and bound addresses only if bindings or shapes have changed."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -435,8 +433,7 @@ class LocalProgram:
     # --- outputs
 
     def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
-        """Allocates new outputs for use on the stream of the call. None stands for an output that reuses a donated input, or
-        that this rank does not have."""
+        """Allocates outputs for the stream of the call. None for an output in a donated input, or one that this rank lacks."""
         held, library = self._allocates, checked_call.library
         if library is None:
             if any(held):

@@ -304,8 +304,7 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """Socket that listens at the first free address. Listens on all interfaces if the host is "", or a name other than localhost that
-    resolves to loopback."""
+    """Socket at the first free address. Listens on all interfaces for "", and for names but localhost that resolve to loopback."""
     for host, port in addresses:
         try:
             family, address = _interface(host)

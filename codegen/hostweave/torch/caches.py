@@ -167,8 +167,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses the tensors, or if the tensors do not
-        fit."""
+        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses them, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:

@@ -283,8 +283,7 @@ class CompiledModule(Delegating):
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from the program's results, and marks the tensors that the program has written to. `leaves` are the
-        arguments of the call."""
+        """Selects the module's results from the program's, and marks written tensors. `leaves` are the arguments of the call."""
         made: dict[Node, Any] = {node: leaves[name] for node, name in self._graph.names.items() if name in leaves}
         constants = self._graph.constants
         pairs = zip(self._part.graph.returned, values, strict=True)

@@ -94,8 +94,7 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Inclusive scan: element i of the result combines elements 0 to i. Each step doubles the number of combined elements (Hillis and
-    Steele, 1986)."""
+    """Inclusive scan. Each step doubles the number of combined elements (Hillis and Steele, 1986)."""
     if not values[0].ndim:
         return values
     size, by = values[0].shape[dim], 1
@@ -265,8 +264,7 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Reduces, for each position along the dim, the source elements whose index equals the position. Compares every position with every
-    index."""
+    """Reduces the source elements of each index along the dim. Compares every position with every index."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())

@@ -348,8 +348,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks the uses of a value and of its views. Does not mark the value itself, because a write to the source may change the
-    value before a use."""
+    """Marks the uses of a value and of its views, but not the value: a write to the source may change it before a use."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)

@@ -62,8 +62,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a launch can compute a call: tensors have the same shapes, dtypes and devices, other values are equal, and the call uses
-        the graph's cache."""
+        """True if a launch can compute a call: equal shapes, dtypes, devices and other values, and the graph's cache."""
         leaves, form = _flat({**kwargs, self._word: None})
         return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -205,8 +204,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. If the cache has no tensors yet, first allocates tensors of global sizes. In a group, blocks of this rank then
-        replace the tensors."""
+        """Calls a program. First allocates a cache without tensors at global sizes, of which a group keeps this rank's blocks."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -228,8 +226,7 @@ class Generation:
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
-        """Program for these arguments. The cache has global sizes if `is_whole`, otherwise sizes of this rank. Compiles the program on
-        first use."""
+        """Program for these arguments, compiled on first use. The cache has global sizes if `is_whole`, otherwise this rank's."""
         with self._lock:
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:

@@ -146,8 +146,7 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Maps values that the module returns under a key, such as `loss`, to the key. The key of the new value of a written
-        input `x` is `new_x`."""
+        """Maps returned values to their keys, such as `loss`. The key of the new value of a written input `x` is `new_x`."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
         made = {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
         return made | {value: f"new_{self.names[node]}" for node, value in self.written.items() if value in made}
@@ -261,8 +260,7 @@ class Graph:
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Returns a copy of the graph in which the inputs `names` are replicated, and each rank slices its blocks. `results` are the
-        types of the outputs."""
+        """Copy of the graph in which the inputs `names` are replicated, and ranks slice them. `results` are the outputs' types."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}

@@ -73,8 +73,7 @@ class Joint:
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     def forward_graph(self, shared: Mapping[Node, int] = MappingProxyType({})) -> Graph:
-        """Returns a Graph whose outputs are the results, followed by the saved values that are not in `shared`. The shardings of saved
-        values are inferred."""
+        """Graph of the results, then the saved values that are not in `shared`. The shardings of saved values are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         saved = {node: name for node, name in self.saved.items() if node not in shared}
         graph.returned = [*graph.returned[: len(self.results)], *saved]
@@ -300,8 +299,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward read the logits instead of the log-probabilities, which then need not be saved. The op uses only the shape of
-    this operand."""
+    """Makes nll_loss_backward read the logits, of which it needs only the shape, so that log-probabilities need not be saved."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -429,8 +427,7 @@ def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
 
 
 def _cut_before_padding(graph: Any) -> None:
-    """Moves a slice before a padding at the end of the last dim, as in `pad(labels, (0, 1))[..., 1:]`. The padding can then be fused into
-    the kernel that reads it."""
+    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding fuses into its reader."""
     for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         padded, dim, start = (*cut.args, 0, 0)[:3]
         if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:

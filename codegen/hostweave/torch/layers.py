@@ -36,8 +36,7 @@ class Layer:
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with an entry of the first layer's `chain`: the result that the next layer gets as this argument, or
-        None."""
+        """Pairs each argument with an entry of the first layer's `chain`: the result that the next layer gets there, or None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
@@ -133,8 +132,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that the nodes of each group are consecutive. A group is split if a node outside depends on the group, and the group
-    depends on that node."""
+    """Sorts nodes so that groups are consecutive. A group is split if an outside node depends on it and it on the node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

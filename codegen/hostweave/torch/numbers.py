@@ -31,8 +31,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_tensors(graph: Graph) -> None:
-    """Replaces numbers among the operands of ops by tensors, except sizes of results. `select` by a number becomes an `index` by a
-    tensor."""
+    """Replaces numbers among operands by tensors, except sizes of results. `select` by a number becomes `index` by a tensor."""
     made: dict[Node, Node] = {}
 
     def call(before: Node, op: Any, *args: Any, **kwargs: Any) -> Node:

@@ -339,8 +339,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Records the source of a tensor's value. With `anew`, other views of the storage become invalid, because the tensor was
-        written."""
+        """Records the source of a tensor's value. `anew` means a write, which invalidates other views of the storage."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -432,8 +431,7 @@ _CHANGING = threading.RLock()  # locked while globals of an optimizer's module a
 
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
-    """Makes `max` and `min` in the module of an optimizer accept tensors inside the `with` block. Only one thread at a time changes a
-    module."""
+    """Lets `max` and `min` in an optimizer's module accept tensors. Only one thread at a time changes a module."""
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}

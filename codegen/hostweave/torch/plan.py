@@ -167,8 +167,7 @@ def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Yields the shardings that a style of torch.distributed.tensor.parallel states for a module. Omits defaults
-    of the style, because they are inferred."""
+    """Yields the shardings that a parallel style of torch states for a module. Omits defaults, because they are inferred."""
     dims = 3  # [batch, sequence, features], the layout of activations in torch
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0

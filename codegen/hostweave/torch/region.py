@@ -48,8 +48,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: the whole mesh of its DTensors and device meshes. Without any, the mesh of the plan, or one
-        rank."""
+        """Mesh for a graph with these values: that of its DTensors and device meshes, otherwise of the plan, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:

@@ -52,8 +52,7 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the asymptotic expansion in 1 / (8 x). The Bessel functions I, J, K and Y use the expansion for large
-    arguments."""
+    """Even and odd part of the asymptotic expansion in 1 / (8 x), which I, J, K and Y use for large arguments."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k

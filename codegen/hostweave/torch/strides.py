@@ -36,8 +36,7 @@ def of_storages(graph: Graph) -> None:
 
 
 def _viewed(node: Any) -> Node | None:
-    """The operand whose memory the value of a node shares. None if the memory is new, if the dtype differs, or for
-    `hostweave.detach`."""
+    """The operand whose memory a node shares. None for new memory, another dtype, or `hostweave.detach`."""
     operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # getitem: a result of unbind()
     shared = [one for one in operands if _memory(one) == _memory(node)]
     return shared[0] if shared and node.target != ops.detach.default else None

@@ -248,8 +248,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """Compares the program inputs that this layer reads with the results that the next equal layer reads in their place. Returns True if
-    the types are equal."""
+    """True if the results that the next equal layer reads have the types of the program inputs that this layer reads."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -52,8 +52,7 @@ class Updated(NamedTuple):
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. An entry with the parameter's shape is sharded like the parameter, and other entries are
-        replicated."""
+        """Types of `entries` by name. Entries with the parameter's shape are sharded like the parameter, and others are replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -182,8 +181,7 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Refuses a step if the optimizer no longer has one of the parameters, or if torch.inference_mode() is on. `name` is the
-        module's name for the message."""
+        """Refuses a step without one of the parameters, or in torch.inference_mode(). `name` is the module's name in the message."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}

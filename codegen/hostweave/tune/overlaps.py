@@ -341,8 +341,7 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The next communication waits for these communications in
-    any case."""
+    """Seconds of earlier communications still in flight at `position`, which the next communication awaits in any case."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 

@@ -117,8 +117,7 @@ class Transfer:
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if the transfer takes the tensor from `source` to `target`: each receiver gets each block once, from a rank that holds the
-        block."""
+        """True if the transfer takes `source` to `target`: each receiver gets each block once, from a rank that holds it."""
         old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -147,8 +146,7 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if any source shard may overlap any target shard: the two meshes split the dim, into different numbers of shards, and
-        possibly unevenly."""
+        """True if any source shard may overlap any target shard: both meshes split the dim, differently and possibly unevenly."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property

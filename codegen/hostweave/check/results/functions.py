@@ -82,8 +82,7 @@ class Functions:
         return x.negative() if isinstance(x, Real) else Exact(-x.value)
 
     def power(self, x: Any, y: Any) -> Any:
-        """The exact power of ints. For floats, a product if the exponent is a constant integer from 0 to 64, otherwise a random
-        function."""
+        """The exact power of ints. For floats, a product for a constant integer from 0 to 64, otherwise a random function."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
         exponent = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None

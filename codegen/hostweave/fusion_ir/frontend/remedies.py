@@ -69,8 +69,7 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Other text can be appended. Arithmetic raises a ProgramError with the text of the intended size, if
-    possible."""
+    """Text of a symbolic size. Text can be appended. Arithmetic raises a ProgramError, with the text of the intended size."""
 
     _extent: Size
 

@@ -246,8 +246,7 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one column is in `wanted`. The other columns are groups without
-        names in `used`."""
+        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. Others are groups without names in `used`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -263,8 +262,7 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Maps each column of returned results to three facts: its run, the index of the result, and the type of a reshard that follows or
-        None."""
+        """Maps each column of returned results to its run, the index of the result, and the type of a later reshard or None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):

@@ -100,8 +100,7 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """Participle that says why a chunk loop cannot iterate over a dim of the result, such as "joined". "" if a loop can iterate over the
-    dim."""
+    """Reason, such as "joined", why a chunk loop cannot iterate over a dim of the result. "" if a loop can."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

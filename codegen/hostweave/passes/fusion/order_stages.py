@@ -22,8 +22,7 @@ MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predi
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster. Fusions with ops in chunk loops keep
-    their order."""
+    """Orders ops by list scheduling, if the cost model predicts a gain and no op is in a chunk loop."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):

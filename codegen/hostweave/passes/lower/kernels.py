@@ -77,8 +77,7 @@ class Kernels:
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces buffers of terms, and rounds once. A buffer with one more dim has one term per index of the first
-        dim."""
+        """Name of the kernel that reduces terms, and rounds once. A buffer with one more dim has one term per index of its first dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype

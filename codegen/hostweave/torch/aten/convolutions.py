@@ -63,8 +63,7 @@ class _Kernel:
         return hw.reshape(total, _count(sizes))
 
     def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: SizePerDim) -> hw.Tensor:
-        """The outputs: [batch, out, outs...]. Multiplies and adds if each of several groups has one channel, and uses matmuls
-        otherwise."""
+        """The outputs: [batch, out, outs...]. Multiplies and adds for several groups of one channel, and otherwise uses matmuls."""
         seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
         batch, places = x.shape[0], _count(self.sizes)
         if self.groups > 1 and channels == 1:

@@ -149,8 +149,7 @@ TABLE |= {
 
 
 def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
-    """Power of integers by repeated squaring. Products wrap around, as in torch. A negative exponent gives 0, unless the base is 1 or
-    -1."""
+    """Power by repeated squaring. Products wrap around, as in torch. A negative exponent gives 0, unless the base is 1 or -1."""
     base = a if isinstance(a, hw.Tensor) else exponent * 0 + int(a)
     made, rest, square = base * 0 + exponent * 0 + 1, exponent, base
     is_signed = exponent.dtype.kind == "int"
