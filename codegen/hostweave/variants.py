@@ -28,10 +28,8 @@ R = TypeVar("R", bound=Runner)
 
 
 class Variants(Generic[R]):
-    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that exist.
-
-    Only information that all ranks share selects a variant, so all ranks select the same variant.
-    """
+    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that exist. Only
+    information that all ranks share selects a variant, so all ranks select the same variant."""
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
         """`running` creates the object that runs a variant."""

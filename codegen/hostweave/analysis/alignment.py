@@ -35,10 +35,8 @@ def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> b
 
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
-    """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows.
-
-    None for all other instructions, for unknown sizes or strides, and if an unaligned dim is smaller than `step`.
-    """
+    """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows. None for all other instructions, for unknown
+    sizes or strides, and if an unaligned dim is smaller than `step`."""
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}

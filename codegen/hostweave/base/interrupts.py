@@ -61,10 +61,8 @@ class _Task(Generic[T]):
                 self._error = error
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` for the end of the work. Returns True if the work has ended.
-
-        Polls, because an interrupt right after a lock was taken would leave the lock taken forever.
-        """
+        """Waits up to `seconds` for the end of the work. Returns True if the work has ended. Polls, because an interrupt right after a lock
+        was taken would leave the lock taken forever."""
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
             self._finished.acquire(timeout=min(POLL_SECONDS, left))

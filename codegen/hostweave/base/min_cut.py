@@ -11,10 +11,8 @@ INFINITE = 1 << 200  # more than any sum of capacities
 
 
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
-    """Returns the nodes on the source side of a minimum cut. Among several minimum cuts, chooses the one with the smallest source side.
-
-    The cut contains an edge `(a, b, capacity)` if `a` is on the source side and `b` is not.
-    """
+    """Returns the nodes on the source side of a minimum cut. Among several minimum cuts, chooses the one with the smallest source side. The
+    cut contains an edge `(a, b, capacity)` if `a` is on the source side and `b` is not."""
     residual: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:
         residual[a][b] = residual[a].get(b, 0) + capacity

@@ -133,10 +133,8 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """Returns the text of a C++ file that embeds cubins, and defines a `hw::JitKernel` for each of their kernels.
-
-    A kernel is recognised by its constant bank, because device functions have none.
-    """
+    """Returns the text of a C++ file that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. A kernel is recognised by
+    its constant bank, because device functions have none."""
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"

@@ -83,11 +83,8 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime. `make` builds the library at `path`.
-
-    A cached library has a unique `soname`. `load` checks and loads the library first. The dynamic loader then finds the library by this
-    name, and does not open the file again.
-    """
+    """A library of the runtime. `make` builds the library at `path`. A cached library has a unique `soname`. `load` checks and loads the
+    library first. The dynamic loader then finds the library by this name, and does not open the file again."""
 
     path: Path
     make: Callable[[], object]

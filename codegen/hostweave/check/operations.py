@@ -66,11 +66,8 @@ ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
-    """Bytes of an input, output or allocation on one rank.
-
-    A generation numbers a version of the contents. Each execution of the buffer's allocate begins a generation, and so does each result in
-    donated memory.
-    """
+    """Bytes of an input, output or allocation on one rank. A generation numbers a version of the contents. Each execution of the buffer's
+    allocate begins a generation, and so does each result in donated memory."""
 
     root: str
     offset: int  # bytes

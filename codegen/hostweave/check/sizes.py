@@ -23,10 +23,8 @@ SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible value
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}.
-
-    A trip count is so large that the loop uses each stream at least twice. Dims are sharded evenly if possible.
-    """
+    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. A trip count is so large that
+    the loop uses each stream at least twice. Dims are sharded evenly if possible."""
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
     smallest = {name: size for name, (_, size) in steps.items()}  # if no sizes fit, the check raises an error at these sizes

@@ -39,10 +39,8 @@ def benchmark_list() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks. Returns the last non-zero exit status, or 0.
-
-    Without names, runs all benchmarks that this machine can run, except for `figures`, which runs most other benchmarks.
-    """
+    """Runs the named benchmarks. Returns the last non-zero exit status, or 0. Without names, runs all benchmarks that this machine can run,
+    except for `figures`, which runs most other benchmarks."""
     status = 0
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()
     for number, name in enumerate(chosen, 1):

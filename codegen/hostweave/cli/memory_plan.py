@@ -194,10 +194,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """Returns the program with numbered lines, and the offsets of its buffers.
-
-    Sizes that `sizes` lacks are 4096, or the next larger value that divides as required.
-    """
+    """Returns the program with numbered lines, and the offsets of its buffers. Sizes that `sizes` lacks are 4096, or the next larger value
+    that divides as required."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")

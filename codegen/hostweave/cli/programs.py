@@ -54,9 +54,7 @@ def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
 
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
     """Loads the program that `FILE.py:NAME` names. NAME may be omitted if the file has only one program. `FILE.hw` is text of either IR.
-
-    `seeds:NAME` is a program of examples/seeds.py in the package. Each file of examples/ can be named in this way.
-    """
+    `seeds:NAME` is a program of examples/seeds.py in the package. Each file of examples/ can be named in this way."""
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):
         if constants:

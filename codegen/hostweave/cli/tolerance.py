@@ -56,10 +56,8 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value of a fusion at these sizes, however a program computes the value. The fusion must have no calls.
-
-    In a chain of sums and products, the reduction lengths multiply, and so do the numbers of ranks that have terms of a sum.
-    """
+    """Tolerance for a value of a fusion at these sizes, however a program computes the value. The fusion must have no calls. In a chain of
+    sums and products, the reduction lengths multiply, and so do the numbers of ranks that have terms of a sum."""
     explicit = with_partial_sums(fusion)
     types = explicit.types
     lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)

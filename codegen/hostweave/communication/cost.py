@@ -24,9 +24,7 @@ CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
     """Seconds of a collective that runs alone. `size` is the number of a rank's bytes before or after the collective, whichever is larger.
-
-    Each of `hosts` hosts has equally many ranks. The network and the links inside each host work concurrently.
-    """
+    Each of `hosts` hosts has equally many ranks. The network and the links inside each host work concurrently."""
     if hosts == 1:
         link = machine.link("collective", ranks)
         one_pass = link.seconds(size * (ranks - 1) / ranks)

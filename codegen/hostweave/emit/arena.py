@@ -22,10 +22,7 @@ def calls_functions(steps: MemoryEvents) -> bool:
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, so that buffers of a group may share bytes. Buffers in windows are in
-    separate groups.
-
-    `used` maps each live buffer to the index of a group. The buffer of a stream stays live until the stream is joined.
-    """
+    separate groups. `used` maps each live buffer to the index of a group. The buffer of a stream stays live until the stream is joined."""
     for step in steps:
         match step:
             case Begin():

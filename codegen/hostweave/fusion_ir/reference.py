@@ -21,10 +21,8 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Computes the results for global arguments. Each tensor of a parameter group is a separate argument.
-
-    Computes floats in float64, and rounds only where the program casts. Integers and bools keep their dtype.
-    """
+    """Computes the results for global arguments. Each tensor of a parameter group is a separate argument. Computes floats in float64, and
+    rounds only where the program casts. Integers and bools keep their dtype."""
     inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
         if name not in arrays:

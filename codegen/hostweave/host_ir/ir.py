@@ -38,10 +38,8 @@ MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`.
-
-    For an output, `memory` is the donated input that the output overwrites, or "". If `in_window`, peers can access the parameter.
-    """
+    """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`. For an output, `memory` is the
+    donated input that the output overwrites, or "". If `in_window`, peers can access the parameter."""
 
     name: str
     type: TensorType

@@ -113,10 +113,8 @@ class LoopsDoNotDivide(ArgumentError):
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols.
-
-    Products and unknown sizes are not checked. Shapes are global; `()` stands for an unknown shape.
-    """
+    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols. Products and unknown sizes are not
+    checked. Shapes are global; `()` stands for an unknown shape."""
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}

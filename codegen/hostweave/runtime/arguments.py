@@ -110,11 +110,8 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 
 
 class BoundInputs:
-    """Bound arrays of a program by name, and the inputs that calls still take.
-
-    The constructor makes the checks that need neither the other inputs nor the rank's device. The first call on each rank makes the other
-    checks.
-    """
+    """Bound arrays of a program by name, and the inputs that calls still take. The constructor makes the checks that need neither the other
+    inputs nor the rank's device. The first call on each rank makes the other checks."""
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
         self._host = host

@@ -60,11 +60,8 @@ class GlobalCall:
         ]
 
     def global_results(self) -> Any:
-        """Global output, or tuple of outputs.
-
-        A replicated output is taken from one rank. If an output reuses a donated input, the result is the caller's array, or a new array if
-        the shapes differ.
-        """
+        """Global output, or tuple of outputs. A replicated output is taken from one rank. If an output reuses a donated input, the result
+        is the caller's array, or a new array if the shapes differ."""
         return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
     def copy_to_donated(self) -> None:
@@ -91,10 +88,8 @@ class GlobalCall:
 
 
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
-    """Creates a call with these global arrays, given by position or name, and with the bound arrays.
-
-    Raises LoopsDoNotDivide if chunk loops do not divide a size evenly.
-    """
+    """Creates a call with these global arrays, given by position or name, and with the bound arrays. Raises LoopsDoNotDivide if chunk loops
+    do not divide a size evenly."""
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)
     new_arrays = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.unbound, arrays, strict=True)}

@@ -63,10 +63,8 @@ class CheckedCall:
 
 
 class Arguments:
-    """Checks the arrays that a program takes on a rank.
-
-    Each array must fit its parameter, the shapes must be consistent, and an array that is written must not overlap another array.
-    """
+    """Checks the arrays that a program takes on a rank. Each array must fit its parameter, the shapes must be consistent, and an array that
+    is written must not overlap another array."""
 
     def __init__(
         self,
@@ -254,11 +252,8 @@ class Arguments:
         return global_shapes
 
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
-        """Shapes of the global inputs, computed from global sizes that the caller passes and from local shapes.
-
-        A local shape is None if there is no array yet. Sharded dims are assumed to be even if the caller passes no sizes or some shape is
-        None.
-        """
+        """Shapes of the global inputs, computed from global sizes that the caller passes and from local shapes. A local shape is None if
+        there is no array yet. Sharded dims are assumed to be even if the caller passes no sizes or some shape is None."""
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
         infers = not sizes or None in shapes  # a call that passes sizes must pass the sizes of all sharded dims
         for parameter, shape in pairs:

@@ -32,10 +32,8 @@ class Failed(Exception):
 
 
 class Exchange:
-    """One rank's access to the exchanges of its group. If an exchange fails, the group cannot be used again.
-
-    This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
-    """
+    """One rank's access to the exchanges of its group. If an exchange fails, the group cannot be used again. This base class is for ranks
+    that cannot exchange messages. It assumes that all ranks contribute the same record."""
 
     blocks_on_failure = False  # True if `failure` returns as soon as a rank reports a failure, False if `failure` polls or only sleeps
 

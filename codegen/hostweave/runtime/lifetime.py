@@ -81,22 +81,16 @@ calls = _Calls()
 
 
 def expect_running() -> None:
-    """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer
-    waits for it.
-
-    Functions that wait call `expect_running` repeatedly.
-    """
+    """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer waits for it. Functions
+    that wait call `expect_running` repeatedly."""
     if calls.ending:
         raise Exiting("the interpreter is exiting; join threads that run programs before the main thread ends")
     expect_not_interrupted()
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
-
-    Call this function before any import: if another thread was importing a module at the fork, an import of that module in the child never
-    ends.
-    """
+    """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used. Call this function before any
+    import: if another thread was importing a module at the fork, an import of that module in the child never ends."""
     global _used
     if _forked:
         raise ExecutionError("programs cannot run in a forked process if they ran before the fork; use spawn")

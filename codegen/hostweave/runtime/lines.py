@@ -12,10 +12,8 @@ _SOURCE_COMMENT = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment with the user'
 
 
 def with_source_lines(text: str, module: ModuleType) -> str:
-    """Inserts the user's source line before each line of `program.cpp` that a text names, as in `model.py:12, program.cpp:64`.
-
-    A line without a known source does not change. If program.cpp no longer exists, no line changes.
-    """
+    """Inserts the user's source line before each line of `program.cpp` that a text names, as in `model.py:12, program.cpp:64`. A line
+    without a known source does not change. If program.cpp no longer exists, no line changes."""
 
     def with_source(found: re.Match[str]) -> str:
         source = _source_lines(module.__file__ or "").get(int(found[1]))

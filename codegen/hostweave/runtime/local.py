@@ -208,10 +208,8 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Stages prepared calls: allocates memory for them, and copies arrays from the GPUs of other ranks.
-
-        Returns a function that passes the staged calls to `work`. The rank's thread must call this function.
-        """
+        """Stages prepared calls: allocates memory for them, and copies arrays from the GPUs of other ranks. Returns a function that passes
+        the staged calls to `work`. The rank's thread must call this function."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
         staged.prepare([call.memory_blocks(self._group.rank) for call in calls])

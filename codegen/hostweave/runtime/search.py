@@ -37,10 +37,8 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """Returns the choices of a program with measured times. Each choice keeps only the alternatives that were run, fastest first.
-
-    `make` compiles the program with given alternatives. `key` identifies the options and the machine.
-    """
+    """Returns the choices of a program with measured times. Each choice keeps only the alternatives that were run, fastest first. `make`
+    compiles the program with given alternatives. `key` identifies the options and the machine."""
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.given_sizes() if name not in sizes]:
         raise ProgramError(f"{here} runs the program, but sizes are missing: {', '.join(missing)}; pass them as Options(sizes={{...}})")
@@ -82,10 +80,8 @@ def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
-    """Returns a global array for measurements.
-
-    Floats are random, because matmuls of zeros run faster. Integers are 0, because they may be indices.
-    """
+    """Returns a global array for measurements. Floats are random, because matmuls of zeros run faster. Integers are 0, because they may be
+    indices."""
     shape = tuple(size.bind(sizes) for size in type.shape)
     if type.dtype.kind != "float":
         return np.zeros(shape, numpy_dtype(type.dtype))

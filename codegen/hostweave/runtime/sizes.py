@@ -90,10 +90,8 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless the sizes equal those of the last call.
-
-        Returns True if the sizes are new. `shapes` is a key that determines the sizes.
-        """
+        """Compares the sizes of the next call between ranks, unless the sizes equal those of the last call. Returns True if the sizes are
+        new. `shapes` is a key that determines the sizes."""
         last = self._last
         if last.variant is self and last.shapes == shapes:
             return False

@@ -57,11 +57,8 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch, corrected for ops that take longer than one access of each operand.
-
-    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. Reads of a table that exceeds the cache
-    go to memory in proportion to the excess.
-    """
+    """Work of a launch, corrected for ops that take longer than one access of each operand. A sort waits between its steps and occupies few
+    multiprocessors. `take` reads one row per index. Reads of a table that exceeds the cache go to memory in proportion to the excess."""
     types = kernel.types
 
     def bytes_of(name: str) -> int:

@@ -91,10 +91,7 @@ class Report:
     @checked
     def save(self, path: str | Path) -> None:
         """Writes the report to a file. The ending of `path` selects the format: `.html` (a page that needs no network), `.json` (for
-        Perfetto) or `.svg`.
-
-        Raises ArgumentError for any other ending, and for a file that cannot be written.
-        """
+        Perfetto) or `.svg`. Raises ArgumentError for any other ending, and for a file that cannot be written."""
         path, kinds = Path(path), {".html": self.html, ".json": self.perfetto, ".svg": self.svg}
         if path.suffix not in kinds:
             raise ArgumentError(f"{path}: a timeline cannot be saved in this format; use one of the endings {', '.join(kinds)}")

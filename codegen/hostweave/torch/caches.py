@@ -194,8 +194,7 @@ Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a laye
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
     """Records the arguments with which a module asks the layers of a cache to allocate tensors. `run(trial, fake)` calls the module.
-    `trial` is a copy of the cache, and `fake` converts other arguments to fake tensors.
-    """
+    `trial` is a copy of the cache, and `fake` converts other arguments to fake tensors."""
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
 

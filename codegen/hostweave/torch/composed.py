@@ -30,10 +30,8 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...].
-
-    Returns NotImplemented for [rows, classes] with class indices, without weights and without label smoothing. The op is then kept whole.
-    """
+    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...]. Returns NotImplemented for [rows, classes]
+    with class indices, without weights and without label smoothing. The op is then kept whole."""
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -429,10 +427,8 @@ _exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / r
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
-    """Draws indices with probabilities proportional to the weights.
-
-    Divides each weight by an exponential random number. Returns the indices of the largest ratios.
-    """
+    """Draws indices with probabilities proportional to the weights. Divides each weight by an exponential random number. Returns the
+    indices of the largest ratios."""
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if apart := replacement or count == 1:
         weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)

@@ -111,9 +111,8 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """Nodes that the program computes, in order: the ops that an output needs and that are not constants.
-
-        Sizes are not included, because they are part of types."""
+        """Nodes that the program computes, in order: the ops that an output needs and that are not constants. Sizes are not included,
+        because they are part of types."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
         needed = set(self.outputs)
         for node in reversed(calls):

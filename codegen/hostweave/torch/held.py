@@ -34,10 +34,8 @@ class Held:
 
 
 class Folded:
-    """Tensors that were read at compile time only. The program contains values that were computed from these tensors.
-
-    Writes to inference tensors and writes through `.data` change no version counter. Such writes alone are not noticed.
-    """
+    """Tensors that were read at compile time only. The program contains values that were computed from these tensors. Writes to inference
+    tensors and writes through `.data` change no version counter. Such writes alone are not noticed."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]

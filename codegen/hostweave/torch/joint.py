@@ -104,10 +104,8 @@ class Joint:
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
-        """Returns a Graph whose outputs are the results, followed by the gradients. The only scalar result is the loss.
-
-        `scale` is the name of an argument by which all gradients are multiplied. The returned loss is not multiplied.
-        """
+        """Returns a Graph whose outputs are the results, followed by the gradients. The only scalar result is the loss. `scale` is the name
+        of an argument by which all gradients are multiplied. The returned loss is not multiplied."""
         whole = self._joined()
         origins = self._origins(whole)
         for node in origins:
@@ -158,9 +156,7 @@ class Joint:
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
         """Returns a Graph of the gradients of parameters and arguments, computed from saved values and from the gradients of results.
-
-        `types` are the types of the forward program's results, in order.
-        """
+        `types` are the types of the forward program's results, in order."""
         made = iter(types)
         axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
         origins, stated = self._origins(self.backward), dict[str, AxesOfDims | None]()
@@ -230,9 +226,8 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, only
-    the one scalar result is differentiated.
-    """
+    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, only the one scalar
+    result is differentiated."""
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
     sources = list(outer.names)

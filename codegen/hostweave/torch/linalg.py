@@ -48,10 +48,8 @@ def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
 
 
 def _inverse(a: Any, unit: bool) -> Any:
-    """Inverts a lower triangular matrix. Each step doubles the size of the diagonal blocks that are inverted.
-
-    The inverse of [[A, 0], [C, B]] has the block -B^-1 C A^-1 below A^-1.
-    """
+    """Inverts a lower triangular matrix. Each step doubles the size of the diagonal blocks that are inverted. The inverse of [[A, 0], [C,
+    B]] has the block -B^-1 C A^-1 below A^-1."""
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
     made: Any = (rows == columns).to(a.dtype)

@@ -91,10 +91,7 @@ def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
     """Changes torch for this thread, inside the `with` block: functions accept sizes that are not fixed, and brackets accept tensors
-    without dims as indices.
-
-    Yields a list, to which each line that fixes a size is added.
-    """
+    without dims as indices. Yields a list, to which each line that fixes a size is added."""
     fixed: list[Location | None] = []
 
     def guard(own: Callable[..., Any]) -> Callable[..., Any]:

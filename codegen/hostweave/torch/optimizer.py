@@ -37,9 +37,7 @@ _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1
 @dataclass(frozen=True)
 class OperandSource:
     """Source of an operand: a name (the parameter, the gradient or a state entry), or the index of the op that computes the operand.
-
-    `result` is the index of the operand among the results of that op.
-    """
+    `result` is the index of the operand among the results of that op."""
 
     source: str | int
     result: int = 0
@@ -54,10 +52,8 @@ class Number:
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` has the dtypes and shapes of the results.
-
-    `location` is the line of the optimizer that calls the op.
-    """
+    """An ATen op without side effects. `made` has the dtypes and shapes of the results. `location` is the line of the optimizer that calls
+    the op."""
 
     name: str
     args: tuple[Any, ...]
@@ -92,10 +88,8 @@ class UpdateStep:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """Computes the new parameter and state. `values` maps names of operands to tensors of the program.
-
-        `numbers` maps the indices of numbers to inputs of the program. All other numbers are constants.
-        """
+        """Computes the new parameter and state. `values` maps names of operands to tensors of the program. `numbers` maps the indices of
+        numbers to inputs of the program. All other numbers are constants."""
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -183,10 +177,8 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if steps give the same results from zeros in these state entries as from an empty state.
-
-    Compares the results of two steps with random gradients. Returns False if a step raises an error.
-    """
+    """True if steps give the same results from zeros in these state entries as from an empty state. Compares the results of two steps with
+    random gradients. Returns False if a step raises an error."""
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for zeros in (False, True):
@@ -410,10 +402,8 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Makes `item()` of a tensor on the device "meta" return the tensor itself.
-
-    Torch accepts only numbers as `alpha` and `value`. If such a tensor is passed there, an operand is multiplied by the tensor.
-    """
+    """Makes `item()` of a tensor on the device "meta" return the tensor itself. Torch accepts only numbers as `alpha` and `value`. If such
+    a tensor is passed there, an operand is multiplied by the tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -462,10 +452,8 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 
 
 class RecordedStep:
-    """Recorded step for the parameters of a group that have the same key `words`.
-
-    `changing` has the indices of numbers that change between steps. `initial` has the initial state.
-    """
+    """Recorded step for the parameters of a group that have the same key `words`. `changing` has the indices of numbers that change between
+    steps. `initial` has the initial state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)

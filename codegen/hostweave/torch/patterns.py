@@ -10,10 +10,8 @@ from hostweave.torch.nodes import ATTENTION, op_of
 
 
 def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """Recognises a constant mask of attention: a boolean mask, or a mask that is added to the scores.
-
-    Returns "causal", "none" (masks no element), or None (not recognised).
-    """
+    """Recognises a constant mask of attention: a boolean mask, or a mask that is added to the scores. Returns "causal", "none" (masks no
+    element), or None (not recognised)."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool

@@ -38,10 +38,8 @@ def compiled(
     training: bool = False,
     step: tuple[torch.optim.Optimizer, float | None, int, torch.amp.GradScaler | None] | None = None,
 ) -> CompiledModule:
-    """Compiles a module that was exported for the positional and keyword arguments `given`.
-
-    `step` has the optimizer, clip_grad_norm, accumulate and scaler for a whole training step.
-    """
+    """Compiles a module that was exported for the positional and keyword arguments `given`. `step` has the optimizer, clip_grad_norm,
+    accumulate and scaler for a whole training step."""
     graph_of, how, reads = exported
     graph = read(graph_of, layouts, mesh, training, of_calls=True)
     graph.traced, graph.reads = how, reads

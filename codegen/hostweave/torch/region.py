@@ -129,9 +129,8 @@ class Region:
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
-        """Program for these parameters, buffers, numbers, fixed shapes and grad mode.
-
-        Dynamo calls the same graph for several modules of a class."""
+        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. Dynamo calls the same graph for several modules of a
+        class."""
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
             if key not in self._programs:

@@ -251,8 +251,7 @@ def _contents(value: Any) -> Any:
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """Records attribute accesses of a layer's submodules inside the `with` block. Yields the attributes that were read, by path, and the
-    names of attributes that were changed. With `has_cache`, a submodule that reads its index in a cache gets an `Index`.
-    """
+    names of attributes that were changed. With `has_cache`, a submodule that reads its index in a cache gets an `Index`."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:

@@ -117,10 +117,8 @@ def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def saved_names(saved: list[Node]) -> dict[Node, str]:
-    """Returns a name for each saved value, in the order of `_in_rows`.
-
-    In repeated layers, names end with the layer's number: the program then groups the arguments of each layer in a struct.
-    """
+    """Returns a name for each saved value, in the order of `_in_rows`. In repeated layers, names end with the layer's number: the program
+    then groups the arguments of each layer in a struct."""
     counts: Counter[str] = Counter()
     names = {}
     for node in saved:

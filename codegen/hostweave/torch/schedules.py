@@ -9,11 +9,8 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through one stage.
-
-    `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients of inputs, and "weight" those of
-    parameters.
-    """
+    """A pass of one micro-batch through one stage. `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients
+    of inputs, and "weight" those of parameters."""
 
     kind: str
     stage: int

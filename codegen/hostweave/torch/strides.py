@@ -77,10 +77,8 @@ def _with_strides(x: Any, like: Any) -> Any:
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Reads elements of the memory of x by strides. The result is a permuted view if each element of x occurs once.
-
-    Returns NotImplemented if the memory of x has gaps, or if an element is outside of x.
-    """
+    """Reads elements of the memory of x by strides. The result is a permuted view if each element of x occurs once. Returns NotImplemented
+    if the memory of x has gaps, or if an element is outside of x."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented

@@ -68,11 +68,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 
 
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
-    """Returns the function that records a graph.
-
-    If `names` is given, the function omits the graph's update, and names the values of the nodes in `names`. The function stores each name
-    in `names`, or "" for an input. Several nodes may have the same value.
-    """
+    """Returns the function that records a graph. If `names` is given, the function omits the graph's update, and names the values of the
+    nodes in `names`. The function stores each name in `names`, or "" for an input. Several nodes may have the same value."""
     update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -111,10 +108,8 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """Reshards an output to its sharding in `graph.results`.
-
-    Without `graph.results`, an output is sharded by rows or replicated, unless the plan or the module states its sharding.
-    """
+    """Reshards an output to its sharding in `graph.results`. Without `graph.results`, an output is sharded by rows or replicated, unless
+    the plan or the module states its sharding."""
     if number < len(graph.written):  # the output has the sharding of the tensor to which it is written
         return value
     if graph.results is None:
@@ -214,11 +209,8 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 
 
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
-    """Infers the types of values between layers from a program without functions.
-
-    The program contains only the first two of several equal layers. The results of the second layer represent the results of all later
-    layers.
-    """
+    """Infers the types of values between layers from a program without functions. The program contains only the first two of several equal
+    layers. The results of the second layer represent the results of all later layers."""
     if graph.mesh.size == 1:
         return {}
     alike: dict[int, list[Layer]] = {}

@@ -81,10 +81,8 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer for the parameters of a program. `taken` contains the names of the program's other inputs.
-
-    The names of recorded functions begin with `prefix`.
-    """
+    """The step of an optimizer for the parameters of a program. `taken` contains the names of the program's other inputs. The names of
+    recorded functions begin with `prefix`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
         self.optimizer, self.parameters, self._prefix = optimizer, parameters, prefix

@@ -19,10 +19,8 @@ _DETACH = "hostweave.detach.default"
 
 
 def shared_results(graph: Any) -> dict[Node, Node]:
-    """Maps each result of a Graph that shares memory with another tensor to the node of that tensor.
-
-    A sharded tensor shares its memory with no view, because a view of a rank's block may differ from the block of the view.
-    """
+    """Maps each result of a Graph that shares memory with another tensor to the node of that tensor. A sharded tensor shares its memory
+    with no view, because a view of a rank's block may differ from the block of the view."""
     results = dict.fromkeys(node for node in graph.of_module if isinstance(node, Node) and not is_complex(node))
     bases = {node: base for node in results if (base := _base(graph, node)) is not None}
     counts, kept = Counter(bases.values()), {*results, *graph.written.values()}

@@ -257,10 +257,8 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Extra seconds of a gather by copy engines, as a pair: to copy the rank's own shard, and to rearrange all shards.
-
-    Copy engines do not move the rank's own shard. No transport can interleave shards of an inner dim.
-    """
+    """Extra seconds of a gather by copy engines, as a pair: to copy the rank's own shard, and to rearrange all shards. Copy engines do not
+    move the rank's own shard. No transport can interleave shards of an inner dim."""
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out
 

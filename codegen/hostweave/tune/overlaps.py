@@ -34,11 +34,8 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results.
-
-    If the reshard gathers keys, `matmuls` contains only the attention op, and `dim` is the sequence dim of the keys. The loop also gathers
-    the values.
-    """
+    """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results. If the reshard gathers keys,
+    `matmuls` contains only the attention op, and `dim` is the sequence dim of the keys. The loop also gathers the values."""
 
     reshard: Op
     matmuls: tuple[Op, ...]

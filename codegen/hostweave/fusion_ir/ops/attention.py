@@ -130,9 +130,7 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 def _map(types: Types, op: Op) -> IndexMap:
     """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values. Keys can be split only into blocks.
-
-    Loops can iterate only over blocks, because masks depend on positions of rows, and query heads may share a key head.
-    """
+    Loops can iterate only over blocks, because masks depend on positions of rows, and query heads may share a key head."""
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
     batch = numbered(types[0].shape[:-3], "b")

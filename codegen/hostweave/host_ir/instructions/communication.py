@@ -215,10 +215,8 @@ class AllToAll(FromTo):
 
 @dataclass(frozen=True)
 class CollectivePermute(FromTo):
-    """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros.
-
-    Each rank sends to at most one rank, possibly itself. Posted as a send and a recv.
-    """
+    """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros. Each rank sends to at most
+    one rank, possibly itself. Posted as a send and a recv."""
 
     sources: Sources
     channel: str
@@ -266,10 +264,8 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Sends the blocks of src whose routes begin at this rank. Posted as a group.
-
-    Matches the recv_blocks with the same routes. Several pairs with the same routes match in order.
-    """
+    """Sends the blocks of src whose routes begin at this rank. Posted as a group. Matches the recv_blocks with the same routes. Several
+    pairs with the same routes match in order."""
 
     src: Read
     count: int | Cuts

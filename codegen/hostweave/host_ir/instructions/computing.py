@@ -178,10 +178,8 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention.
-
-    `dbias` receives the gradient of the bias, summed over the dims along which the bias broadcasts.
-    """
+    """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention. `dbias` receives
+    the gradient of the bias, summed over the dims along which the bias broadcasts."""
 
     q: Read
     k: Read

@@ -144,10 +144,8 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join.
-
-        A consumer that joins is streamed like `member`. If a value is gathered, its consumers without a stream can run after the loop.
-        """
+        """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join. A consumer that
+        joins is streamed like `member`. If a value is gathered, its consumers without a stream can run after the loop."""
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
             others = [op for op in others if not self.comes_later(op, member)]

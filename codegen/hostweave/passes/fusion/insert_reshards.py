@@ -36,10 +36,8 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Inserts reshards, so that only reshards change a layout.
-
-    Casts change the dtype of a partial sum if the transport cannot reduce this dtype, or if `partial_dtype` asks for another one.
-    """
+    """Inserts reshards, so that only reshards change a layout. Casts change the dtype of a partial sum if the transport cannot reduce this
+    dtype, or if `partial_dtype` asks for another one."""
     return _Insertion(fusion, options).rewritten()
 
 

@@ -99,10 +99,8 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view.
-
-    Also None for an `on` body and a view that depends on the rank, because the coordinates in the body are those of another mesh.
-    """
+    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view. Also None for
+    an `on` body and a view that depends on the rank, because the coordinates in the body are those of another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

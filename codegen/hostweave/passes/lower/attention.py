@@ -33,10 +33,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """Rows of a rank that attend to a block of keys, and the columns to which they attend.
-
-    `rows` and `columns` are 0 or 1 for a half, or None for all. `diagonal` is the diagonal of the causal mask, or None without a mask.
-    """
+    """Rows of a rank that attend to a block of keys, and the columns to which they attend. `rows` and `columns` are 0 or 1 for a half, or
+    None for all. `diagonal` is the diagonal of the causal mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None

@@ -149,10 +149,8 @@ class ScaledMatmuls:
     # --- composed of other ops ---
 
     def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
-        """Emits casts, a matmul, and multiplications by the scales.
-
-        f16 represents all 8-bit floats exactly. With scales of blocks, operands are cast to f32, and scaled before the matmul.
-        """
+        """Emits casts, a matmul, and multiplications by the scales. f16 represents all 8-bit floats exactly. With scales of blocks,
+        operands are cast to f32, and scaled before the matmul."""
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
         has_blocks = scaling(*(self.b.types[name].shape for name in operands)) == BLOCKS

@@ -191,9 +191,7 @@ def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, d
 
 def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
     """Merges the indexed dims of x. Returns x, the positions of the indexed elements along the merged dim, that dim, and the order of dims.
-
-    As in torch, the indexed dims come first, unless they are adjacent.
-    """
+    As in torch, the indexed dims come first, unless they are adjacent."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):
         why = f"{op} by a mask: the number of selected elements is known only at a call"
