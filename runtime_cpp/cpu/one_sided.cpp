@@ -25,7 +25,7 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers are less than this
-// Counters of a signal number: plain signals, acknowledged ones (each waits until the last is consumed), and acknowledgements.
+// Counters of a signal number: plain signals, acknowledged ones (each awaits the previous consumption), acknowledgements.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -151,7 +151,7 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For processes: exchanges file descriptors and maps the other ranks' memory. Returns null and sets `why` on failure.
+// For processes: shares and maps the memory of ranks. Returns null on failure, and sets `why` unless the machine has failed.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();

@@ -159,7 +159,7 @@ cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
     const Grid grid{.blocks = clamped(tiles, 1, most), .threads = kWarpgroupThreads, .shared = kWarpgroupShared};
     GroupedMaps maps;
     if (const cudaError_t status = set_maps<T>(maps, p); status != cudaSuccess) return status;
-    // A programmatic launch places blocks where the previous kernel ends first. Large products took up to 10% longer so.
+    // A programmatic launch places blocks where the previous kernel ends. Large products took up to 10% longer in this order.
     return tiles > 4 * most ? launch(kernel, grid, stream, p, maps, T()) : launch_pdl(kernel, grid, stream, p, maps, T());
   }
   const Chosen<T> of = chosen<T>(p);

@@ -90,7 +90,7 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather. Without equal or large blocks, emits an all_gather and a reduction."""
+        """Emits a reduce_scatter and an all_gather. Small tensors, and those without equal blocks, are gathered and reduced."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None

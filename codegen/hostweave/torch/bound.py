@@ -106,7 +106,7 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Returns the program, bound to the tensors that it reads in place and to copies of others in a group, and the copies."""
+        """Binds the tensors that the program reads in place, and in a group copies of the others. Returns program and copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])

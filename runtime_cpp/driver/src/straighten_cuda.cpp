@@ -166,7 +166,7 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL's nodes order launches with NCCL calls outside of graphs. Launches await these events before, and record them after.
+// NCCL's nodes await and record events, for order with NCCL calls outside of graphs. A launch does this around the graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

@@ -152,7 +152,7 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
-// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)), first in a kernel, declares accesses for races on the CPU device.
+// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)), first in a kernel, declares accesses. The CPU device detects races by it.
 #ifdef __CUDACC__
 #define HW_TOUCHES(...) static_cast<void>(0)
 #else

@@ -73,7 +73,7 @@ constexpr Grid grid_of_elements(int64_t n) {
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// One block per row of n elements, with fewer threads if rows are many. A thread makes up to kRowAccesses accesses if it can.
+// One block per row of n elements; many rows have fewer threads. A thread makes kRowAccesses accesses, or more in long rows.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -82,7 +82,7 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 }
 
 // Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row, with a block
-// per kSorted elements, or fewer if rows are many. The whole grid sorts few long rows completely.
+// per kSorted elements, or fewer if rows are many. The whole grid sorts few and long rows, if they are sorted completely.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
