@@ -425,6 +425,13 @@ def test_ranks_that_do_not_come() -> None:
     assert all(isinstance(world, World) for world in meet_all(store, 4))
 
 
+def test_a_rank_that_gave_up_before() -> None:
+    store = MemoryStore()
+    for rank, other in ((1, "rank 0"), (0, "rank 1, which gave up")):
+        with pytest.raises(ExecutionError, match=rf"rank {rank} of 2: timed out after 0\.1 s waiting for {other}$"):
+            meet(store, "default", rank, 2, 0.1)
+
+
 def test_worlds_of_different_sizes() -> None:
     store = MemoryStore()
     errors = in_threads(4, lambda rank: meet(store, "default", rank, 4 if rank == 1 else 2 if rank < 2 else 4, 2 if rank < 2 else 0.5))

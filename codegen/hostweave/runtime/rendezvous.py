@@ -1,7 +1,7 @@
 """Rendezvous: the protocol by which the ranks of a group find each other, initially and after a failure.
 
 Each rank posts an entry with a random token. Rank 0 removes the entries, so that no entry is used twice. For each rank, rank 0 writes an
-answer under a key with the rank's token. The answer contains the ranks, and the epoch, which is part of every key that the group uses.
+answer under a key with the rank's token. The answer contains the ranks, and the epoch, which is part of every key after the rendezvous.
 """
 
 import json
@@ -29,7 +29,7 @@ class JoinedRank:
     token: str
     rank: int
     count: int  # number of ranks that this rank expects
-    host: str
+    host: str  # host name, boot id and pid namespace
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class World:
 
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
-    """Waits for all ranks of the group. Raises ExecutionError on all ranks if some are absent or expect another number of ranks."""
+    """Waits until rank 0 has met all ranks that it expects. Raises ExecutionError after a timeout, or if their expected numbers differ."""
     prefix = f"hostweave/{quote(group, safe='')}"
     entry = JoinedRank(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
@@ -117,7 +117,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
     if absent := [other for other, found in others.items() if found == _REMOVED]:
         return timed_out(timeout, absent)
     if gave_up := [other for other, found in others.items() if found == _GAVE_UP]:
-        return f"{ranks_text(gave_up)} gave up within {timeout:g} s"
+        return f"{timed_out(timeout, gave_up)}, which gave up"
     return f"{timed_out(timeout, [0])} to answer (is there another process of this rank?)"
 
 
