@@ -33,9 +33,9 @@ DTYPES = {
     "i8": np.int8,
     "u8": np.uint8,
 }
-SHARED = 8  # number of ops in a kernel of ops of the op table
-ODD = {"M": 6, "N": 70, "K": 5}  # scalar access
-EVEN = {"M": 8, "N": 64, "K": 4}  # vector access, if arrays are aligned to 16 bytes
+SHARED = 8  # maximum number of ops of the op table that share one kernel
+ODD = {"M": 6, "N": 70, "K": 5}  # rows of N elements are not multiples of 16 bytes, except in dtypes of 8 bytes
+EVEN = {"M": 8, "N": 64, "K": 4}  # rows of N elements are multiples of 16 bytes in every dtype
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
 
 POINTWISE = {
@@ -118,7 +118,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Host program with a kernel per case on the caller's stream. Ops of the op table share kernels, which compile faster."""
+    """Host program that computes all cases on the caller's stream. Cases of the op table share kernels, which compile faster."""
     types, table = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}, of_table(dtype)
     in_table = sorted(table, key=table.__getitem__)  # sorted by the dtype of the result
     in_kernel: dict[str, list[Case]] = {}
@@ -136,7 +136,7 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Inputs that are positive, so that log and sqrt are defined, and small, so that products of rows are finite."""
+    """Integers from 0 to 4, or floats from 0.9 to 1.1, for which log and sqrt are defined and products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
@@ -166,7 +166,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Kernels of i64 and i8 are like those of i32 and u8. Tests of integers also compile kernels of i64 and i8.
+# i64 and i8 are slow cases, because their kernels are like those of i32 and u8. tests/programs/test_integers.py also compiles some.
 COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
 
 
@@ -262,7 +262,7 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
 
 
 def test_kernels_of_many_ops() -> None:
-    """A kernel with more consecutive ops than Python's recursion limit, and a kernel with reductions of reductions."""
+    """A kernel with 400 consecutive ops, too many for three nested Python calls per op, and a kernel with reductions of reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

@@ -54,7 +54,7 @@ def graph_of(fusion: Fusion) -> OpGraph:
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
-            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # not shown, because all input shardings are fixed
+            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # no `pinned`, because all input shardings are fixed
         for op in body.ops:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)

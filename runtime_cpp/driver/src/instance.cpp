@@ -13,7 +13,7 @@
 namespace hw {
 namespace {
 
-constexpr size_t kGraphs = 16;  // maximum cached graphs per program
+constexpr size_t kGraphs = 16;  // maximum number of argument sets that an Instance remembers, with or without a graph
 
 // A stream for one capture, in the mode in which calls of other threads do not affect the capture.
 class CapturedStream {
@@ -83,7 +83,7 @@ Pulse::~Pulse() {
   if (stream_) cudaStreamDestroy(stream_);
 }
 
-// Sets the word on a forked stream, so that the graph's work does not wait for the copy.
+// Sets `*begun_` by a copy on a forked stream, so that the graph's work does not wait for the copy.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
@@ -254,7 +254,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // stops the other ranks while this rank still holds the lease
+  } catch (const std::exception& error) {  // stops the other ranks while the caller's Member::Use holds its lease
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

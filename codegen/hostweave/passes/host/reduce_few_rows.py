@@ -1,6 +1,6 @@
 """Adds a kernel that does both steps of a split reduction in one launch, for calls with few rows.
 
-    launch @multiply_sum_rows %x -> %rows               if M < 16 {
+    launch @multiply_sum_rows %x -> %rows               if M <= 16 {
     launch @sum_y %rows -> %y                             launch @multiply_sum_rows_of_few_rows %x -> %y
                                         becomes         } else {
                                                           launch @multiply_sum_rows %x -> %rows
@@ -61,7 +61,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the symbolic number of elements. None if this is impossible."""
+    """A launch and kernel that reduce all dims at once, and the symbolic number of elements. None if they are not correct or not useful."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

@@ -14,7 +14,7 @@
                                                       }
 
 Communications on different channels run in issue order (`serialize_channels`). With the new order, the all_gather of an iteration overlaps
-with the computation of the previous iteration. The order on each stream, and on each channel, does not change.
+with the computation of the previous iteration. The order on each stream, and of each kind of operation on a channel, does not change.
 """
 
 from collections import deque
@@ -98,7 +98,7 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Splits after the first communications, before computation that another communication follows. None if no split is possible."""
+        """Splits before the first computation that is between two communications. None if no split is possible."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
