@@ -156,12 +156,13 @@ def test_ranks_of_threads_are_assigned_and_released() -> None:
     assert provider.rank_and_count("a") == provider.rank_and_count("b") == (0, 2)
     assert in_threads(1, lambda _: provider.rank_and_count("a")) == [(1, 2)]
     assert in_threads(1, lambda _: provider.rank_and_count("a")) == [(1, 2)]
-    holding = threading.Event()
-    holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), holding.wait()))
+    is_held, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), is_held.set(), done.wait()))
     holder.start()
+    assert is_held.wait(60)
     (refused,) = in_threads(1, lambda _: provider.rank_and_count("a"))
     assert str(refused) == "hw.Threads: all 2 ranks are taken by other threads; create hw.Threads with more ranks"
-    holding.set()
+    done.set()
     holder.join()
 
 

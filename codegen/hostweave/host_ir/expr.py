@@ -1,5 +1,5 @@
-"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down, and the result of `%` is never
-negative."""
+"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down. Divisors are sizes or
+positive numbers, so the result of `%` is never negative."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer, or the truth value (0 or 1) of a comparison. Python operators build expressions."""
+    """An integer, or the truth value (0 or 1) of a comparison. The operators +, -, *, // and % need an Expr on their left."""
 
     text: ClassVar[str] = ""  # format string with the names of fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
@@ -60,7 +60,7 @@ class Rank(Expr):
 
 @dataclass(frozen=True)
 class Symbol(Expr):
-    """A symbolic size: a name, `ceil(M/8)`, `local(M, x)` or `first(M, x)`."""
+    """A symbolic size: a name, `ceil(M/8)`, `local(M, x)` (size of this rank's block of M along x) or `first(M, x)` (its first index)."""
 
     size: Atom
     text = "{size}"
@@ -197,5 +197,5 @@ def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
 
 
 def leaves(expr: Expr) -> list[Expr]:
-    """Constants, names, coordinates and sizes in `expr`, from left to right."""
+    """Parts of `expr` that are not Binary, from left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]

@@ -1,7 +1,6 @@
 """Results of a module that share memory with another tensor: the module's own tensors, arguments, and views of these or of results.
 
-A call makes such a result from the other tensor, with the view ops of the graph. A write to the result then reaches the other tensor, as in
-torch.
+A call makes such a result from the other tensor, with the view ops of the graph. A write to the result then reaches the other tensor.
 """
 
 import operator
@@ -19,8 +18,8 @@ _DETACH = "hostweave.detach.default"
 
 
 def shared_results(graph: Any) -> dict[Node, Node]:
-    """Maps each result of a Graph that shares memory with another tensor to the node of that tensor. A sharded tensor shares its memory
-    with no view, because a view of a rank's block may differ from the block of the view."""
+    """Maps each result of a Graph that shares memory with another tensor to the node of that tensor. A view of a sharded
+    argument or result has its own memory, because a view of a rank's block may differ from the block of the view."""
     results = dict.fromkeys(node for node in graph.of_module if isinstance(node, Node) and not is_complex(node))
     bases = {node: base for node in results if (base := _base(graph, node)) is not None}
     counts, kept = Counter(bases.values()), {*results, *graph.written.values()}
@@ -39,7 +38,7 @@ def _base(graph: Any, node: Node) -> Node | None:
     if base.op == "placeholder" and graph.origins[base].kind != "argument":
         return None if isinstance(graph.origins[base].value, FakeTensor) else base  # a fake tensor stands for a DTensor
     if len(chain) > 1 and not base.meta["val"].is_contiguous() and any(op_of(one) == "view.default" for one in chain):
-        return None  # a program returns contiguous tensors, so a view of `base` would contain other elements
+        return None  # a program returns `base` contiguous, and `reshape` of other strides may copy
     if graph.mesh.size > 1 and (base in written.values() or not all(_is_replicated(graph, one) for one in chain)):
         return None
     return base
@@ -63,7 +62,7 @@ def _is_known(size: Node) -> bool:
 
 def made_again(node: Any, value: Callable[[Any], Any]) -> Any:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-    if op_of(node) == "view.default":  # reshape copies an argument whose strides differ from those at compile time
+    if op_of(node) == "view.default":  # unlike view, reshape copies if the strides of this call permit no view
         return args[0].reshape(args[1])
     if op_of(node) == _DETACH:
         return args[0].detach()

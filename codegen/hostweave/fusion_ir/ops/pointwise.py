@@ -61,10 +61,11 @@ def _unary(
     def function(x: Tensor) -> Tensor:
         return record(kind, x)
 
-    written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
+    also, raises = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", " Raises ProgramError for other dtypes." if kinds else ""
+    given = f"{_EXAMPLES.get(kinds, 'f32')}[M, N]"
     doc = (
-        f"{doc}\n\n{written}Takes {_WORDS[kinds]}. The result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
-        f"Example: `x: {_EXAMPLES.get(kinds, 'f32')}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
+        f"{doc}\n\n{also}Takes {_WORDS[kinds]}. The result has the shape and dtype of x.{raises}\n\n"
+        f"Example: for `x: {given}`, `hw.{kind}(x)` is `{given}`."
     )
     return named(function, kind, doc)
 
@@ -98,7 +99,7 @@ def _binary(
     doc = (
         f"{doc}\n\n{also}a and b have the same dtype{kinds_text}. A Python number gets the dtype of the tensor.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError if the dtypes or shapes do not fit.\n\n"
-        f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
+        f"Example: for `a: {given}[M, N]` and `b: {given}[N]`, `hw.{kind}(a, b)` is `{'bool' if is_comparison else given}[M, N]`."
     )
     return named(function, kind, doc)
 
@@ -153,7 +154,7 @@ fmod = _binary(
     "hw::fmod({0}, {1})",
     cost=20,
 )
-gcd = _binary("gcd", "The greatest common divisor, at least 0. The divisor of 0 and 0 is 0.", "hw::gcd({0}, {1})", INTS, cost=200)
+gcd = _binary("gcd", "The greatest common divisor, at least 0, except of the smallest int.", "hw::gcd({0}, {1})", INTS, cost=200)
 atan2 = _binary(
     "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "{std:atan2}({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
 )
@@ -297,7 +298,7 @@ def _made_anywhere(types: Types, op: Op) -> tuple[TensorType, Types]:
 def _iota(types: Types, op: Op) -> TensorType:
     require(op.result.type, ("int", "uint"))
     if len(op.result.type.dims) != 1:
-        raise Mismatch(f"{op.result.type} is not a vector; use hw.expand_dims on one")
+        raise Mismatch(f"iota makes a vector, not {op.result.type}; make a vector and add dims with hw.expand_dims")
     return unsharded(op.result.type)
 
 
@@ -323,7 +324,7 @@ def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any
 OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0, linear="first")
 copy = _unary(
     "copy",
-    "A copy of the values in another buffer. A copy of an input can be streamed.",
+    "Copies the values of x to a new buffer. An input cannot be streamed (`.stream(...)`), but a copy of it can.",
     "{0}",
     kinds=(),
     cost=0,

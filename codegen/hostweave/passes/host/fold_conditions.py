@@ -1,4 +1,4 @@
-"""Removes conditions whose value follows from the ranges of indices and coordinates. Simplifies the other conditions.
+"""Removes conditions whose value follows from the ranges of indices and coordinates. Simplifies all other expressions.
 
     for %i in 0..6 {                                          for %i in 0..6 {
       if %i / 2 != 0 {                                          if %i >= 2 {
@@ -6,7 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also replaces loops of one iteration by their bodies, and merges consecutive bodies with the same condition or on the same stream.
+Also replaces loops of one iteration by their bodies, and `choose` views with known conditions by the chosen buffers. Removes views,
+buffers and indices that are then unused, and merges consecutive bodies with the same condition or on the same stream.
 """
 
 from dataclasses import replace

@@ -21,8 +21,7 @@ struct Edge {
   std::optional<size_t> given{};  // index among the captured edges
 };
 
-// Removes the nodes of `left_out`, and connects their predecessors to their successors. Removes redundant edges too (transitive
-// reduction).
+// Removes the nodes of `left_out`, connects their predecessors to their successors, and removes redundant edges.
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
 // Events that a stream awaits before a launch of the graph, and records after the launch.
