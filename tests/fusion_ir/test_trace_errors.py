@@ -179,7 +179,7 @@ ERRORS = {
     "reshape to a fraction": (
         "return hw.reshape(x, 3, -1)",
         {"x": "hw.f32[5]"},
-        "4: reshape: f32[5] cannot be divided into [3, 5/3]; write sizes whose product is 5",
+        "4: reshape: [3, 5/3] has a size that is not whole; write whole sizes with the same product",
     ),
     "pad widths": (
         "return hw.pad(x, (-1, 2))",

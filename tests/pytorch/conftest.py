@@ -1,4 +1,4 @@
-"""Caches what torch.export computes, because an export takes longer than the rest of a compilation."""
+"""Fixtures of tests of modules: cached exports, programs in NumPy, and no compilation in the background."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-_EXPORTED: dict[Any, Any] = {}  # exports of modules that several tests use, with the same inputs, with and without training
+# (module, training) -> export. The key omits inputs and dynamic shapes, so all tests that use `exported_once` must export a module with
+# the same ones. An export takes longer than the rest of a compilation.
+_EXPORTED: dict[Any, Any] = {}
 
 
 @pytest.fixture
@@ -76,8 +78,8 @@ def _as_tensor(array: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the background compilation of programs for ranges of sizes, except in the tests of such programs, because the compilation
-    takes time."""
+    """Disables the background compilation of programs for ranges of sizes, except in test files with `ranges` in their names,
+    because the compilation takes time."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

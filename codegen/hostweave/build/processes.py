@@ -1,4 +1,4 @@
-"""Runs compilers as library calls or as child processes. Child processes end when this process ends."""
+"""Runs compilers in this process or as child processes that end with it. Background processes of a compiler may outlive both."""
 
 import os
 import signal

@@ -20,11 +20,12 @@ If the result of a gather is in a window and the operand is not, each rank puts 
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so ranks cannot block each other. A rank waits for all peers before it signals again. In a CUDA graph, a
-signal may be sent only after the receiver has waited for the previous signal.
+A rank first signals the peers that access its window, and then waits, so ranks cannot block each other. In a CUDA graph, a second signal
+blocks the sender until the receiver has waited for the first. A collective signals a peer again only after a wait for that peer.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In an all_reduce of a small tensor, or
-of a tensor without equal blocks, each rank gets all terms instead. All ranks then reduce in rank order, so that their results are equal.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In a reduce, the root gets all terms.
+In an all_reduce of a tensor that is known to be small, or has no equal blocks, each rank gets all terms. All ranks then reduce in rank
+order, so that their results are equal.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; up to this size, an all_reduce has one round of reads instead of two, because latency dominates
+# bytes; up to this size, if known at compile time, an all_reduce has one round of reads instead of two, because latency dominates
 SMALL = 1 << 15
 
 
@@ -90,7 +91,7 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather. Small tensors, and those without equal blocks, are gathered and reduced."""
+        """Emits a reduce_scatter and an all_gather, or gathers and reduces tensors that are known to be small or lack equal blocks."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -182,7 +183,7 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def copy_locally(self, src: str, dst: str) -> None:
-        """Emits a copy on this rank. Equal shapes may differ in text, because local sizes name mesh axes."""
+        """Emits a copy on this rank. The view gives `src` the sizes of `dst`: equal local sizes may name different mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:

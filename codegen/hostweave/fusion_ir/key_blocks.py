@@ -23,8 +23,8 @@ class BlockWriter(OpRewriter):
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits the merged result, or the merged log-sum-exps if the replaced op is attention_lse. `blocks` and `lse` are the results of
-        attention to this rank's blocks of keys, and `lses` has the log-sum-exps of all blocks."""
+        """Emits the merged result, or the merged log-sum-exps if the replaced op is attention_lse. Dim 0 of the three tensors is the
+        block. `blocks` (results) and `lse` (log-sum-exps) are sharded along it as the keys are. `lses` is `lse` replicated along it."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
@@ -81,8 +81,8 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Yields the ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, rows must be sharded like the keys
-    before the gather."""
+    """Yields the ops of `attended_alone` whose keys and values are all-gathered, and were sharded alike. With a causal mask, rows must
+    be sharded like the keys before the gather. Ops on a part of the mesh are excluded."""
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
         keys, values = map(fusion.made.get, others)

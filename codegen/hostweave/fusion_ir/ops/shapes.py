@@ -26,9 +26,7 @@ def _reshape(types: Types, op: Op) -> TensorType:
     if product(types[0].shape) != product(op.result.type.shape):
         raise Mismatch(f"{types[0]} differs in its number of elements from {_shape_text(op.result.type.shape)}; make the products equal")
     if any(not size.factors and size.divisor > 1 for size in op.result.type.shape):
-        raise Mismatch(
-            f"{types[0]} cannot be divided into {_shape_text(op.result.type.shape)}; write sizes whose product is {product(types[0].shape)}"
-        )
+        raise Mismatch(f"{_shape_text(op.result.type.shape)} has a size that is not whole; write whole sizes with the same product")
     return TensorType(types[0].dtype, tuple(Dim(size) for size in op.result.type.shape))
 
 
@@ -133,7 +131,8 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
     """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if there are no such axes. In
-    each of the two shapes, the last sharded dim must be split evenly. Each rank must hold a single index of every earlier dim."""
+    both shapes, for each group of merged or split dims: the last sharded dim is split evenly, a rank holds a single index of each dim
+    before it in the group, and no dim is sharded in zigzag."""
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
     for left, right in groups(x.shape, shape):

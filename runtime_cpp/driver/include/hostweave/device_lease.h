@@ -23,17 +23,17 @@ struct Schedule {
 
 // RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
 // parties wait, because two parties on the same devices could deadlock. Ranks of the party that want another schedule also wait.
-// The first lease of a party configures the devices.
+// The first lease of a party configures the devices. On CUDA, a rank that runs on its own takes no lease.
 class DeviceLease {
  public:
-  // Waits for the lease, at most for `seconds`. After a timeout the object holds no lease.
+  // Waits for the lease, at most for `seconds`. After a timeout, or in a release, the object holds no lease.
   DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
 
   bool held() const { return held_; }
 
-  // Makes every blocked or later run of the party fail, if the devices support this. Later calls do not replace the reason.
+  // Makes later runs of the party fail, and blocked runs if the devices support this. Later calls do not replace the reason.
   static void stop(const std::string& party, const std::string& reason);
   // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
