@@ -45,11 +45,11 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. A reference to the identity keeps no variant alive."""
+    """Identity that a program shares with its variants. A reference to it keeps no variant alive."""
 
 
 class Running:
-    """Runner of a program and its variants, with their device resources. Programs that `bind` returns share the runner of their program."""
+    """Runner of a program and its variants, with their device resources. Programs that `bind` returns share the runner."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
@@ -61,7 +61,7 @@ class Running:
         self._lock = reset_after_fork(threading.Lock())
 
     def bind(self, held: BoundInputs | None, arrays: ArraysByName) -> BoundInputs:
-        """Binds these inputs in addition to those that `held` binds."""
+        """Binds these inputs in addition to the inputs that `held` binds."""
         return BoundInputs(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
@@ -76,15 +76,13 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. Checks first that the process can run these ranks, because building takes long."""
+        """Module for `ranks` ranks in this process. First checks that the process can run these ranks, because the build takes long."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
 
-    # --- variants ---
-
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call. If the chosen loops do not divide the sizes of the call, lets the variant without these loops make the call."""
+        """Makes a call. If the chosen loops do not divide its sizes, the variant without these loops makes the call."""
         try:
             return call(self)
         except LoopsDoNotDivide:
@@ -114,11 +112,11 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the communication library is too old for the program, or "". Not cached, because a library may be loaded later."""
+        """Reason why the communication library is too old, or "". Not cached, because a library may be loaded later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Variant without the optional transports, except those for which `all_have` is True. `why` is the reason, equal on all ranks."""
+        """Variant without the optional transports for which `all_have` is false. `why` is the reason, equal on all ranks."""
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
         _tell_once(f"hostweave: {self.name} overlaps less communication than possible: {why}")
@@ -141,7 +139,6 @@ class Running:
         sizes: Sizes | None,
         captures: bool,
     ) -> Any:
-        """Implements `Program.__call__` and `Program.capture`."""
         bound, (arrays, named) = held or self._nothing_bound, given
         arrays = ordered_inputs(self.name, bound.unbound, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
@@ -162,7 +159,6 @@ class Running:
 
     @explains_shortages
     def prepare(self, held: BoundInputs | None, sizes: Sequence[Sizes], group: Group | None) -> None:
-        """Implements `Program.prepare`."""
         bound = held or self._nothing_bound
         for one in sizes:
             self.compiled.expect_sizes("prepare", one)
@@ -180,7 +176,7 @@ class Running:
             (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: BoundInputs, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
-        """Finds the variant for these arrays, and returns its program on the rank of this process or thread."""
+        """Program on the rank of this process or thread, in the variant for these arrays."""
         expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
@@ -240,12 +236,11 @@ class Running:
 
     @explains_shortages
     def measure(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
-        """Implements `Program.measure`."""
         return self._measured("measure", held, given, warmups, repetitions)[1]
 
     @explains_shortages
     def timeline(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """Implements `Program.timeline`: the variant that runs, and the times of its calls and marks."""
+        """Returns the variant that runs, and the times of its calls and marks."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(

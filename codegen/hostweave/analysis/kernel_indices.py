@@ -1,4 +1,4 @@
-"""Index space of a kernel: the loop index of each dim of each value, and the indices that are reduced."""
+"""Index space of a kernel: the loop index of each dim of each value, and the reduced indices."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,20 +11,20 @@ from hostweave.host_ir.ir import Function, Kernel, Parameter
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
-DimOfValue = tuple[str, int]  # a value's name and the index of one of its dims
+DimOfValue = tuple[str, int]  # name of a value, and number of one of its dims
 
 
 class NotOneKernel(Exception):
-    """One kernel cannot compute the ops, for the reason in the message."""
+    """One kernel cannot compute the ops. The message states the reason."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The range that an operand fills, along one dim of the result of a concat or pad."""
+    """Range that an operand of a concat or pad fills along one dim of the result."""
 
     dim: int
     index: str | None  # index of the result's dim
-    part: str  # name of the part, which is the operand's dim
+    part: str  # name of the operand's dim, which is a part
     whole: str  # name of the result's dim if this dim is a part too, otherwise ""
     start: Size
     end: Size
@@ -32,24 +32,24 @@ class Span:
 
 @dataclass(frozen=True)
 class Iteration:
-    """Index space of a kernel: the loops that the kernel needs.
+    """Index space of a kernel. `indices` maps each value to the indices of its dims. A dim without a loop has None.
 
-    `indices` maps each value to the indices of its dims, with None for a dim without a loop. A reduction reads values with all indices, and
-    its result has only `kept` indices. A result of the kernel has all indices, or the `kept` indices.
+    A reduction reads values that have all indices. Its result has only the `kept` indices. Each result of the kernel has all indices, or
+    exactly the `kept` indices.
 
-    A part is a joined or padded dim of an operand of a concat or pad. A part has a name, and the index of the result's dim.
+    A part is a dim of an operand of a concat or pad along which the op joins or pads. A part has a name, and the index of the result's dim.
     """
 
     sizes: dict[str, Size]  # size of each index, in the order of values and their dims
     indices: dict[str, Labels]
-    kept: tuple[str, ...]  # in the order of the last result's dims
+    kept: tuple[str, ...]  # kept indices, in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # value -> its dim without a loop, because data indexes the dim, or an op needs the whole dim
+    lanes: dict[str, int]  # value -> its dim without a loop: data indexes the dim, or an op needs the whole dim
     parts: dict[str, dict[str, str]]  # value -> index -> name of the part
     joined: dict[str, tuple[tuple[Span, ...], ...]]  # result of a concat or pad -> ranges of every operand
 
     def is_whole(self, value: str) -> bool:
-        """True if the value varies along a reduced index."""
+        """True if a value varies along a reduced index."""
         return any(index in self.reduced for index in self.indices[value])
 
 
@@ -67,7 +67,7 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 class _Dims:
-    """Union-find over dims that share an index, and a map from each part to the dim that contains the part."""
+    """Union-find over dims that share an index. Also maps each part to the dim that contains it."""
 
     def __init__(self) -> None:
         self.same: dict[DimOfValue, DimOfValue] = {}
@@ -83,14 +83,16 @@ class _Dims:
         self.same.update((other, one) for other in map(self.first, dims[1:]) if other != one)
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
-        """Records that `part` is a part of `whole`, after all calls of `join`. Raises NotOneKernel if `part` would be a part of two dims,
-        or of itself."""
+        """Records that `part` is a part of `whole`. Call `join` first.
+
+        Raises NotOneKernel if `part` would be a part of two dims, or of itself.
+        """
         part, whole = self.first(part), self.first(whole)
         if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """Follows `whole` from `dim` to the outermost dim, but not beyond `last`."""
+        """Follows `whole` from `dim` to the outermost dim. Stops at `last`."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
@@ -132,7 +134,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns the dims over which no loop iterates, by value, and all other dims that ops have."""
+    """Joins dims that share an index. Returns the dims without a loop, by value, and all other dims that ops have."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -160,7 +162,7 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
         if len(kernel.ops) > 1 and not is_alone:
             raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
-    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a result needs loops over all its dims
+    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # A result needs loops over all its dims.
     apart = numbers | {*whole, *(p.name for p in kernel.inputs)}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
@@ -170,7 +172,7 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
 def _labelled(
     types: Mapping[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
 ) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
-    """Returns the size of each index, the indices of each value's dims, and the `parts` of `Iteration`."""
+    """Size of each index, indices of each value's dims, and `parts` of the Iteration."""
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     parts: dict[str, dict[str, str]] = {}
@@ -185,7 +187,7 @@ def _labelled(
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim later replaces this size
+                sizes.setdefault(index, size)  # Keeps the order of indices. The size of the whole dim replaces this size.
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)
@@ -195,9 +197,9 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op, and a map: value -> its dim over which no loop iterates."""
+    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop."""
     walked = index_map(op, operand_types(op, types))
-    if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
+    if OPS[op.kind].updates:  # The loop covers the written part, not the whole tensor.
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
         return [[(op.tensors[1], i), (start, i)] for start, i in starts], dict.fromkeys(op.tensors[3::2], 0)
     if walked.outer:
@@ -214,7 +216,7 @@ def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfVal
 
 
 def _update_of(kernel: Kernel) -> Op | None:
-    """The op that writes a part of its operand in place, or None. Raises NotOneKernel if other ops or results prevent such an update."""
+    """The op that writes a part of its operand in place, or None. Raises NotOneKernel if other ops or results prevent the update."""
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:
         return None
@@ -228,7 +230,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs of an operand's index and a result's index, one pair for each operand that a launch or call updates in place."""
+    """Pairs (operand, result) of indices: a launch or call updates each such operand in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -240,7 +242,7 @@ def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Itera
 
 
 def _checked(space: Iteration, kernel: Kernel) -> Iteration:
-    """Verifies an index space, and fills in the kept and reduced indices."""
+    """Verifies an index space. Fills in the kept and the reduced indices."""
     sizes, indices = space.sizes, space.indices
     reduced: set[str] = set()
     whole = {result.name for result in kernel.results} | {op.tensors[0] for op in kernel.ops if OPS[op.kind].combine}
@@ -273,7 +275,7 @@ def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
 
 
 def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
-    """True if `written` may share the memory of `read`, because no element is written before its last read. False for user kernels."""
+    """True if `written` may share the memory of `read`: no element is written before its last read. False for user kernels."""
     sources, result = tree.names(i, "read"), tree.names(i, "write").index(written)
     for name in tree.names(i, "launch"):
         read_at = [number for number, source in enumerate(sources) if source == read]
@@ -283,20 +285,20 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if a result may share memory with an input: element i of the input is read for the last time before element i of the result is
-    written.
+    """True if a result may share memory with an input: the last read of element i of the input precedes the write of element i of the
+    result.
 
-    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element, so no
-    other thread may read the input.
+    A reduction finishes its reads before the kernel writes. If the result has only the kept dims, one thread writes an element, so no other
+    thread may read the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
-    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand
+    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # Any thread may send any element of the operand.
         return False
     products = [op for op in kernel.ops if op.kind == "matmul"]
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False
-    if products:  # a matmul kernel reads the other inputs only after it has summed its terms
+    if products:  # A matmul kernel reads its other inputs after it has summed its terms.
         made = (Parameter(op.result.name, op.result.type) for op in products)
         inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
         kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)
@@ -315,7 +317,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
-    """True if a value that depends on this input varies along the reduced dims, so that all threads of a reduction read the input."""
+    """True if a value that depends on this input varies along the reduced dims. All threads of a reduction then read the input."""
     made = {read}
     for op in kernel.ops:
         if not made.isdisjoint(op.tensors):

@@ -1,8 +1,8 @@
-"""Live ranges of a host program's temporaries, from which the arena is laid out.
+"""Live ranges of a host program's temporaries, which determine the layout of the arena.
 
-An `allocate` makes one buffer, or in a stream block one buffer per stream. A buffer lives until its `deallocate`, or until the end of the
-enclosing body. Buffers that are allocated after that end, in program order, may reuse the bytes. If the freed buffer belongs to a stream,
-only buffers of the same stream may reuse the bytes until the streams are joined.
+An `allocate` makes one buffer, or one buffer per stream in a stream block. A buffer lives until its `deallocate`, or until the end of the
+enclosing body. Buffers that are allocated later in program order may reuse its bytes. If the buffer belongs to a stream, only buffers of
+this stream may reuse its bytes until the streams are joined.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """Events that occur only on the ranks of a mesh."""
+    """Events on the ranks of a mesh."""
 
     mesh: Mesh
     steps: MemoryEvents
@@ -64,8 +64,8 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes.
-    Keeps such ends and joins in a function, because another call may follow."""
+    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes. A
+    function keeps them, because another call may follow."""
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 
@@ -91,8 +91,8 @@ class _Walk:
         return (*steps, *map(End, own.values())) if is_nested else steps
 
     def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
-        """Events of the instructions of a body. `own` collects buffers that begin in the body, or in an `on` body of this body, and have
-        not ended."""
+        """Events of the instructions of a body. `own` collects the buffers that begin in the body or its `on` bodies, and have not
+        ended."""
         steps: list[MemoryEvent] = []
         for i in body:
             for name in tree.names(i, "allocate"):
@@ -125,10 +125,10 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect.
+    """Removes ends and joins without effect. `follows` is True if a live range may begin after `steps`.
 
-    An end or join has no effect if no live range begins later. `follows` is True if a live range may begin after `steps`. An end also has
-    no effect if a join of its pool follows before the next begin. A join also has no effect if its pool has no buffers.
+    An end or join has no effect if no live range begins later. An end also has none if a join of its pool precedes the next begin. A join
+    also has none if its pool has no buffers.
     """
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
@@ -157,7 +157,7 @@ def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozense
 
 
 def flat(steps: MemoryEvents) -> Iterator[MemoryEvent]:
-    """All events in order, without `OnRanks` around them."""
+    """All events in order, with the contents of `OnRanks`."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 

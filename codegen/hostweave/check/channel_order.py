@@ -3,11 +3,11 @@
 Three kinds must be ordered: communications on different channels that occupy multiprocessors, kernels that exchange data on one channel,
 and all signals and waits of a rank.
 
-Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for their
-peers can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
+Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for peers
+can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
 
-Signals are only counted, so a wait cannot tell a signal from a later signal that has overtaken it. A CUDA graph may execute its branches
-one after another, in any order that its edges allow. In each such order, signals and waits must run in the order of issue.
+Ranks only count signals. A wait therefore cannot tell a signal from a later one that overtook it. A CUDA graph may execute its branches one
+after another, in any order that its edges allow. In each such order, signals and waits must run in the order of issue.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """The last communication that each rank has posted per channel and stream. Earlier ones of the stream precede it."""
+    """Last communication that each rank has posted per channel and stream."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
@@ -33,8 +33,7 @@ class PostedCommunications:
         """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
         still run.
 
-        Communications on different channels must be ordered. Two communications on one channel need no order if the library does both,
-        because the library orders them.
+        Two communications on one channel need no order if the library does both, because the library orders them.
         """
         channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
@@ -50,12 +49,12 @@ class PostedCommunications:
 
 
 def _place(part: Operation) -> tuple[ChannelGroup, bool]:
-    """Channel of a communication, and True if a generated kernel exchanges the data. The library orders no such exchanges."""
+    """Channel of a communication, and True if a generated kernel exchanges the data. The library does not order such exchanges."""
     return channel_of(part), part.instruction.exchanges
 
 
 def unordered_parts(later: Operation, earlier: Operation) -> tuple[Operation, Operation]:
-    """First pair of communications, one from each operation or group, that the library does not order."""
+    """First pair of communications, one of each operation, that the library does not order."""
     parts = ([part for part in each.communications if part.may_be_serialised] for each in (later, earlier))
     return next((one, other) for one, other in product(*parts) if _place(one) != _place(other) or one.instruction.exchanges)
 
@@ -65,14 +64,12 @@ def is_signal_or_wait(part: Operation) -> bool:
 
 
 class SignalOrder:
-    """The last signal or wait of each rank."""
-
     def __init__(self) -> None:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the signals and waits of a task that starts at `clock`. Yields (later, earlier) if the rank's previous signal or wait may
-        still run."""
+        """Records the signals and waits of a task that starts at `clock`. Yields (later, earlier) if the previous signal or wait of the
+        rank may still run."""
         for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]
@@ -121,4 +118,4 @@ def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(tree.walk(program.body))  # a called function orders its communications itself
+    return found.intersection(tree.walk(program.body))  # A called function orders its communications itself.

@@ -18,7 +18,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
 
-MAX_ELEMENTS = 4e6  # largest number of elements of a fusion whose results are compared by default
+MAX_ELEMENTS = 4e6  # most elements of a fusion whose results are compared by default
 
 
 def check(
@@ -30,18 +30,19 @@ def check(
 ) -> tuple[str, ...]:
     """Checks a program, by default at several small sizes.
 
-    If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
-    after each pass, to find the pass that introduced a wrong result. The comparison skips sizes at which the fusion computes more than
-    `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels, or () without `fusion`.
+    With `fusion`, the results of all ranks are compared with the results of the fusion, over a finite field. `stages` yields the program
+    after each pass, so that an error can name the first wrong pass. The comparison skips sizes at which the fusion computes more than
+    `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels. Without `fusion`, returns
+    ().
 
     Raises ProgramError for the first fault on any rank.
 
     A fault is one of these:
 
-    - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. The caller's
-      accesses before and after the call are included. Accesses of one instruction, or of instructions in one `group`, count as unordered.
-      Exception: an instruction that may overwrite its operand in place.
-    - Memory is freed while it is in use, or is reused before its last use is known to have ended.
+    - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. Accesses of the
+      caller before and after the call count. Accesses of one instruction, or of one `group`, count as unordered, unless the instruction may
+      overwrite its operand in place.
+    - Memory is freed while it is in use, or reused before its last use has provably ended.
     - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
     - A wait may use an event that has not been recorded.
@@ -51,8 +52,8 @@ def check(
 
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
-    If the program has signals, two consecutive calls are checked: a put of the second call must be ordered after the target rank's work in
-    the first call. Three more rules then hold:
+    If the program has signals, two consecutive calls are checked. A put of the second call must be ordered after the target rank's work in
+    the first call. Three more rules apply:
 
     - The signals and waits of a rank are totally ordered.
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
@@ -88,8 +89,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # first read of uninitialised or overwritten bytes, and the write that overwrote them, if any; reported only without a race,
-        # because the error of a race is more specific
+        # First read of bytes that are uninitialised or overwritten, and the write that overwrote them. The error of a race is more
+        # specific, so this error is raised at the end.
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -103,8 +104,6 @@ class _Checker:
     def fail(self, operation: Operation, message: str) -> NoReturn:
         raise failure(self.instances.program, f"{operation}{message}", operation.instruction)
 
-    # --- one task ---
-
     def check_task(self, task: Task, clock: Clock) -> None:
         task_accesses = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
         for (part, access), (other, second) in combinations(task_accesses, 2):
@@ -115,7 +114,7 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
-        # Reads are checked first, because a task does not read its own writes.
+        # Reads come first, because a task does not read its own writes.
         for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):
             memory = self.memory(part, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
@@ -180,8 +179,6 @@ class _Checker:
     def issue_index(self, task_access: TaskAccess) -> int:
         return self.instances.ranks[task_access.part.rank].index(task_access.by.operation)
 
-    # --- the end of the call ---
-
     def check_end(self) -> None:
         outputs = self.instances.program.outputs
         donated = {p.memory for p in outputs if p.memory}
@@ -210,7 +207,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# use of each kind of memory by the caller, before and after the call
+# Use of each kind of memory by the caller, before and after the call.
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",

@@ -1,12 +1,12 @@
-"""Happens-before: simulates the operations of all ranks in one legal order, and computes which earlier operations have certainly ended when
-an operation starts.
+"""Happens-before: simulates the operations of all ranks in one legal order. Computes which earlier operations have certainly ended when an
+operation starts.
 
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
 rendezvous transport, its receivers must have started too.
 
-Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races. A task's clock lists the earlier tasks that
-have certainly ended, because of streams, events or arriving data. The order that finds deadlocks adds the order in which a rank posts
-communications, because a device may serialise communication kernels of different streams.
+Two orders exist. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races. A task's clock lists the earlier tasks that have
+certainly ended because of streams, events or received data. The order that finds deadlocks also has the order in which a rank posts
+communications: a device may serialise communication kernels of different streams.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
-Clock = list[int]  # a vector clock: number of tasks that are known to have ended, for each stream of each rank
+Clock = list[int]  # vector clock: number of tasks that have certainly ended, for each stream of each rank
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from `sources`. When the task ends, its clock is merged with the clocks at which the sources started."""
+    """Data that a task receives from `sources`. At its end, its clock is merged with the clocks at which the sources started."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -40,24 +40,24 @@ class Task:
     needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
     waits: list[Task] = field(default_factory=list)  # tasks on other streams that a fork, join, event or signal orders before this task
     needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
-    start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_start_of`
+    start_needed_by: list[Task] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
-    end_needed_by: list[Task] = field(default_factory=list)  # tasks that have this task in `needs_end_of`
+    end_needed_by: list[Task] = field(default_factory=list)
     missing_ends: int = 0  # number of tasks in `needs_end_of` that have not ended
     missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False
     ended: bool = False
-    at_start: Clock = field(default_factory=list)  # set only if a communication needs it
-    at_end: Clock = field(default_factory=list)  # set only if another stream waits for the task
+    at_start: Clock = field(default_factory=list)  # empty unless a communication needs it
+    at_end: Clock = field(default_factory=list)  # empty unless another stream waits for the task
 
 
 @dataclass(frozen=True)
 class Order:
-    """The tasks of all ranks, and the current clock of each stream. `run` advances the clocks."""
+    """Tasks of all ranks, and the current clock of each stream. `run` advances the clocks."""
 
     instances: Instances
     tasks: list[Task]
-    caller_tasks: list[Task]  # by rank: the task that stands for the work before the call
+    caller_tasks: list[Task]  # for each rank, the task that stands for the work before the call
     clocks: list[Clock]
 
 
@@ -74,8 +74,8 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
         last = [0] * len(streams)
         last[0] = clocks[first][first] = 1
         caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
-        latest: dict[int, Task] = {}  # the last task of each stream
-        posted: Task | None = None  # the last communication that a device may serialise
+        latest: dict[int, Task] = {}
+        posted: Task | None = None  # last communication that a device may serialise
         for operation in operations:
             k = number_of[operation.stream]
             last[k] += 1
@@ -161,7 +161,7 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.missing_ends -= 1
         if not follower.missing_ends:
             ready.append(follower)
-    # cleared lists break reference cycles
+    # Empty lists break reference cycles.
     for links in (task.needs_end_of, task.needs_start_of, task.start_needed_by, task.end_needed_by, task.arrivals):
         links.clear()
 

@@ -1,4 +1,4 @@
-"""Operations: executions of an instruction on one rank, with the bytes that are read and written."""
+"""Operations: executions of an instruction on one rank, with the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ByteLayout:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each dim along which runs repeat, outermost first
-    run: int  # length of a contiguous run in bytes
+    run: int  # bytes of a contiguous run
 
     @property
     def count(self) -> int:
@@ -36,7 +36,7 @@ class ByteLayout:
 
     @property
     def in_order(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the dims, merged where possible. Two layouts with equal offsets of all elements have the same result."""
+        """Sizes and strides of the dims, merged where possible. Equal if two layouts have equal offsets of all elements."""
         merged: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if merged and merged[-1][1] == size * stride:
@@ -46,7 +46,7 @@ class ByteLayout:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """Layout of a strided view. Contiguous dims become the run, and other dims are merged where possible."""
+    """Layout of a strided view. Contiguous dims become the run. Other dims are merged where possible."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -66,18 +66,18 @@ ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
-    """Bytes of an input, output or allocation on one rank. A generation numbers a version of the contents. Each execution of the buffer's
-    allocate begins a generation, and so does each result in donated memory."""
+    """Bytes of an input, output or allocation on one rank. A generation is the number of a version of the contents: each execution of the
+    allocate, and each result in donated memory, begins a generation."""
 
     root: str
     offset: int  # bytes
     layout: ByteLayout
-    generation: int  # the written generation, or the first generation that may be read
-    last: int = ALWAYS  # the last readable generation
+    generation: int  # generation that is written, or first generation that may be read
+    last: int = ALWAYS  # last generation that may be read
 
 
 class Access(NamedTuple):
-    name: str  # name of the buffer or view in the instruction
+    name: str
     region: ByteRegion
     reads: bool
     writes: bool
@@ -96,11 +96,11 @@ class Operation:
     stream: StreamInPool | None  # None: the caller's stream
     steps: tuple[tuple[str, int], ...]  # indices of the enclosing loops
     accesses: tuple[Access, ...] = ()
-    channel: ir.Channel | None = None  # set for a communication
+    channel: ir.Channel | None = None
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the peer, or of a collective's root
     members: tuple[Operation, ...] = ()  # operations of a group
-    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this operation starts
+    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this one starts
     frees: tuple[Operation, ...] = ()  # for an allocate: deallocates whose bytes it may reuse, the last one of each stream
 
     @property
@@ -146,6 +146,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """Error for a fault in an execution of `program`, with the user's line if the line is known."""
+    """Error for a fault in an execution of `program`. It has the user's line if that is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

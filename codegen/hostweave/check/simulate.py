@@ -1,4 +1,4 @@
-"""Instantiates a host program: runs its control flow for given sizes, and lists the operations of each rank.
+"""Runs the control flow of a host program for given sizes, and lists the operations of each rank.
 
 for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
   %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
@@ -24,16 +24,16 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # maximum number of iterations of all loops of one rank
+MAX_STEPS = 2**16  # most iterations of all loops of one rank
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
     """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls. Raises ProgramError for an instruction
-    that cannot run at these sizes, and for loops with more than MAX_STEPS iterations."""
+    that cannot run at these sizes, and for more than MAX_STEPS iterations."""
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
-    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # shared by all ranks with the same local sizes
+    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # Ranks with the same local sizes share an entry.
     local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         local_sizes.append(RankSizes(sizes, program.mesh, rank))
@@ -78,7 +78,7 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
-        self.is_per_stream: dict[str, bool] = {}  # allocation -> True if every stream has a separate copy
+        self.is_per_stream: dict[str, bool] = {}  # allocation -> True if every stream has its own copy
         self.block: ir.OnStream | None = None  # the enclosing stream block
         self.loops: tuple[ir.For, ...] = ()  # the enclosing loops, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
@@ -116,7 +116,7 @@ class _Binder:
 def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.define(i.out, i.type, i)
     name = i.out
-    while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use the same name for different buffers
+    while name in b.roots or f"{name}[0]" in b.roots:  # Two bodies may use one name for different buffers.
         name += "'"
     pool = b.block.stream if b.block else None
     roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
@@ -124,7 +124,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # loops whose next iteration may reuse freed memory: if a stream of another pool freed it, and if a stream of this pool did
+    # Loops whose next iteration may reuse freed memory: if another pool's stream freed it, and if this pool's stream did.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
@@ -133,7 +133,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
         run.positions[i.out] = BufferPosition(root, 0, generation)
         claim = Access(i.out, ByteRegion(root, 0, layout_of_buffer, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # a later instruction of the previous iteration may have freed memory
+        if generation:  # A later instruction of the previous iteration may have freed memory.
             steps = dict(run.steps)
             for stream, last in run.freed_until_join.items():
                 then = dict(last.steps)
@@ -165,7 +165,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
     distance = b.size(i.stride(type), i) * source.dtype.itemsize if result.count else 0
     count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
-    spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # an empty slice may begin anywhere
+    spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # An empty slice may begin anywhere.
 
     def step(run: Run) -> None:
         value = where(run.environment)
@@ -205,7 +205,7 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that is one operation. A computation's operation has values in place of expressions."""
+    """Binds an instruction that is one operation. In a computation, values replace the expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -217,7 +217,7 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# role -> (reads, writes, is on the peer); a deallocate is a write, because it must be ordered before the next use of the bytes
+# role -> (reads, writes, is on the peer). A deallocate is a write, because it must be ordered before the next use of the bytes.
 _TOUCHES = {
     "read": (True, False, False),
     "update": (True, True, False),
@@ -240,7 +240,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # the local buffer determines how much is moved
+        # The local buffer determines the number of bytes.
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -275,7 +275,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
 
 
 def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
-    """Accesses of a get with `received_along`: the whole buffer of the peer, and the peer's block of the local buffer."""
+    """Accesses of a get with `received_along`: the peer's shard, and its block in the local buffer."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     layout_of_buffer, group = b.layouts[dst], operation.process_group
@@ -303,7 +303,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
         starts = list(accumulate(counts, initial=0))
         for part, number, peer in parts.get(run.rank, ()):
             if counts[number] == 0 and not isinstance(i.count, int):
-                continue  # nothing is posted for an empty block
+                continue  # An empty block is not posted.
             block = layout(layout_of_buffer.dtype, (counts[number],), (1,))
             region = run.region(name, block, i, starts[number] * layout_of_buffer.dtype.itemsize)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
@@ -425,7 +425,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: Run) -> None:
         outer = run.steps
         run.iterations += count
-        if run.iterations > MAX_STEPS:  # all operations of a rank are in memory, so their number is limited
+        if run.iterations > MAX_STEPS:  # All operations of a rank are in memory, so their number is limited.
             why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

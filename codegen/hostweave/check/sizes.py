@@ -1,4 +1,4 @@
-"""Chooses small sizes for the check, at which every derived size is an integer."""
+"""Small sizes for the check, at which every derived size is an integer."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,20 +18,20 @@ from hostweave.types.zigzag import pieces
 
 POWERS_OF_TWO = tuple(2**power for power in range(24))
 
-SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible values, or 0 if there is one value; smallest value)
+SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible values, smallest value); step 0 if only one value is possible
 
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. A trip count is so large that
-    the loop uses each stream at least twice. Dims are sharded evenly if possible."""
+    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. Each loop uses each stream at
+    least twice. Dims are sharded evenly if possible."""
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    smallest = {name: size for name, (_, size) in steps.items()}  # if no sizes fit, the check raises an error at these sizes
+    smallest = {name: size for name, (_, size) in steps.items()}  # If no sizes fit, the check raises an error at these sizes.
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MAX_CALLS = 4  # largest number of calls of a repeat that the check runs, unless a constant index requires more
+MAX_CALLS = 4  # most calls of a repeat that the check runs, unless a constant index needs more
 DEFAULT_SIZE = 4096
 
 
@@ -54,9 +54,9 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         integer_sizes.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
     for dim_size in sorted(integer_sizes, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
         if not set(dim_size.factors) <= sizes.keys():
-            continue  # ceil(...) and local(...) are integers at any size
+            continue  # ceil(...) and local(...) are integers at any size.
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # if a size has several symbols, it is enough that the first symbol is a multiple of the divisor
+            # In a product of several symbols, the first symbol becomes a multiple of the divisor.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -64,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat to check. The parity is that of `count`, and every constant index into a parameter group is valid."""
+    """Number of calls of a repeat to check. It is odd if `count` is odd. Every constant index into a parameter group is valid."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -79,20 +79,20 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(fitting, count)
 
 
-STEPS_TO_TRY = (16, 256, 4096)  # number of values that the first, second and third search try for each size
+STEPS_TO_TRY = (16, 256, 4096)  # values of each size that the first, second and third search try
 MAX_TRIES = 2**14  # per search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Finds sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries larger and larger values."""
-    # bounds with local sizes depend on the rank, so the search omits them
+    """Sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries larger and larger values."""
+    # The search omits bounds with local sizes, because they depend on the rank.
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
 
 
 @ir.analysis
 def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
-    """Sizes and their smallest values, so that all slices fit, and all sums and divisors of means are positive."""
+    """Sizes with their smallest values: all slices fit, and all sums and divisors of means are positive."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
@@ -100,9 +100,9 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """Chooses one size after another by backtracking. Returns None if no sizes fit."""
+    """Chooses one size after another by backtracking. None if no sizes fit."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # symbol -> bounds to test once its size is chosen; other symbols of these bounds come earlier in `names`
+    # symbol -> bounds to test after its size is chosen; the other symbols of these bounds come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -111,7 +111,7 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     def fits(name: str) -> bool:
         try:
             return all(size.bind(chosen) >= smallest for size, smallest in bounds_of[name])
-        except ValueError:  # a sum does not divide evenly
+        except ValueError:  # A sum does not divide evenly.
             return False
 
     def fit_from(at: int) -> bool:
@@ -127,16 +127,16 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     return chosen if fit_from(0) else None
 
 
-MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
-MAX_ENLARGED_ELEMENTS = 2**14  # above this number of elements, a dim is enlarged only if this adds few elements
-NEAR_FACTOR = 64  # largest factor, relative to minimal sizes, at which a change of a condition counts as near
-MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
+MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of a dim, and of a shard
+MAX_ENLARGED_ELEMENTS = 2**14  # up to this number of elements, dims are enlarged freely
+NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which a change of a condition is near
+MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the number of elements beyond MAX_ENLARGED_ELEMENTS
 
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
     """Small sizes to check: even sizes, uneven sizes if the program allows them, and larger sizes at which conditions on sizes change.
-    Conditions that change only above `max_factor` times the minimal sizes do not count."""
+    Ignores changes above `max_factor` times the minimal sizes."""
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
@@ -147,7 +147,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
         changes.append({name: factor for name, factor in found.items() if 1 < factor <= max_factor})
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
-        # enlarges one symbol for each condition, and the same symbol for several conditions if possible
+        # Enlarges one symbol for each condition. Prefers a symbol that changes several conditions.
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
@@ -157,8 +157,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """Inverts conditions that change only above `max_factor` times the minimal sizes, so that the branches for large sizes run at small
-    sizes. None if there are no such conditions."""
+    """Inverts conditions that change only above `max_factor` times the minimal sizes. Branches for large sizes then run at small sizes.
+    None if there are no such conditions."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -174,7 +174,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes. Enlarges some dims over which no loop runs, because few elements hide a wrong order."""
+    """Minimal sizes, and uneven sizes. Enlarges dims without a loop, because a wrong order of few elements may not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -198,7 +198,7 @@ def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
 
 
 def _deciding_symbols(condition: Expr) -> list[str]:
-    """The symbols of a condition that depends only on sizes. Empty for other conditions."""
+    """Symbols of a condition that depends only on sizes. Empty for other conditions."""
     found = leaves(condition)
     sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
     is_of_sizes = len(sizes) + sum(isinstance(leaf, Const) for leaf in found) == len(found)
@@ -206,7 +206,7 @@ def _deciding_symbols(condition: Expr) -> list[str]:
 
 
 def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int:
-    """Factor by which a size must grow for the condition to change. 1 if no power of two that is tried changes the condition."""
+    """Factor by which a size must grow for the condition to change. 1 if no tested power of two changes the condition."""
 
     def holds(factors: int) -> int:
         return compiled(condition, RankSizes({**smallest, name: smallest[name] * factors}, smallest.mesh))({})
@@ -215,15 +215,12 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 
 
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for symbols that need not divide evenly.
-
-    A larger size differs from all sizes before it, because with equal sizes a mistake that swaps dims would not show. Some rank has at
-    least two elements of each such dim, because a sum and a maximum of one element are equal.
-    """
+    """Larger sizes for symbols that need not divide evenly. All sizes differ, because a swap of equal dims would not show. Some rank has at
+    least two elements of each such dim, because a sum and a maximum of one element are equal."""
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
-    ranks = dict.fromkeys(program.uneven, 1)  # largest number of ranks that split a size
+    ranks = dict.fromkeys(program.uneven, 1)  # most ranks that split a size
     for dim_size in all_sizes(program):
         for atom in dim_size.atoms:
             if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:
@@ -231,7 +228,7 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
     for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
-        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag, all shards are equal
+        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # In zigzag, all shards are equal.
             steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
     uneven: SizeSteps = {}
     for name, size in smallest.items():

@@ -3,8 +3,8 @@
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses the algorithm p2p for the all_gather. An algorithm says which reshards it supports, and predicts the time of a loop. The `Lowering` of
-an algorithm emits instructions before the loop, in an iteration, and after the loop.
+uses the algorithm p2p for the all_gather. An algorithm states the reshards that it supports, and predicts the time of a loop. Its
+`Lowering` emits the instructions before, in and after the loop.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with this shard, to send other shards early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, to send other shards early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm of chunk loops for one kind of reshard."""
-
     name: str  # the `algorithm` of `.stream`
     kind: str
-    # pairs: the set of instructions that a transport must support, and the lowering that emits these instructions
+    # pairs: the instructions that a transport must support, and the lowering that emits them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # see `ChunkLoop`
-    max_streams: int | None = None  # largest number of streams on which iterations run; None: `Options.streams`
+    max_streams: int | None = None  # most streams on which iterations run; None: `Options.streams`
     chunks_to_try: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"
 
@@ -58,7 +56,7 @@ class Algorithm:
         return tuple(count * ranks for count in self.chunks_to_try)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        """Predicted seconds of the loop. The default is for kernels that send the chunks one after another, each to one rank."""
+        """Predicted seconds of the loop. By default, kernels send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
@@ -66,16 +64,15 @@ class Algorithm:
         return overlap.in_chunks(machine, chunks, own, transfer, slower, MATMUL_SLOWDOWN_BY_KERNELS, added)
 
     def lowering(self, transport: Transport) -> type[Lowering]:
-        """The class that lowers the algorithm on a transport."""
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 
 
 class Lowering:
-    """Emits the communication of one loop. `self.steps` describes the loop, without an owner. An argument `steps` describes one iteration.
-    In a loop by shard, this iteration has an owner."""
+    """Emits the communication of one loop. `self.steps` describes the loop, and an argument `steps` describes one iteration. In a loop by
+    shard, only an iteration has an owner."""
 
-    needs_count: ClassVar[bool] = False  # the number of iterations must be known, and a reduction must be a sum
-    # emits the matmul of `adds`; with the argument True, the matmul adds to the contents of the buffer
+    needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
+    # Emits the matmul of `adds`. With the argument True, the matmul adds to the contents of the buffer.
     multiply: Callable[[bool], None] | None = None
 
     def __init__(
@@ -90,12 +87,12 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """Name of the matmul result that is added to arriving sums, if the algorithm itself emits this matmul. Otherwise None."""
+        """Name of the matmul result that is added to the received sum, if the algorithm itself emits this matmul."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. In the same iteration, different ranks have different owners, so that the ranks
-        address different peers."""
+        """Owner of an iteration's block in a loop by shard. In one iteration, all ranks have different owners, so they address different
+        peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 
@@ -124,4 +121,4 @@ class Lowering:
         """Emits instructions after the loop."""
 
     def after_join(self) -> None:
-        """Emits instructions after the streams of the loop are joined."""
+        """Emits instructions after the join of the loop's streams."""

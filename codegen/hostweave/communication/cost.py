@@ -1,7 +1,7 @@
 """Predicted time of communication: alone, overlapped with other ops, and in a chunk loop.
 
-A chunk loop is simulated as two queues, of matmuls and of communications. An item of a queue starts as soon as the previous item has ended
-and its operands are ready.
+The model of a chunk loop has two queues, one of matmuls and one of communications. An item starts when the previous item of its queue has
+ended and its operands are ready.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Protocol
 
 from hostweave.types.machine import Machine
 
-MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
+MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines use the memory
 MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
-COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown
-# seconds from the end of a computation until the next kernel of the stream, a collective, has started on all ranks
+COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
+# Seconds from the end of a computation until a collective on the same stream has started on all ranks.
 SWITCH_SECONDS = 3.5e-6
-LOOP_SECONDS = 12e-6  # seconds for the forks, signals and joins of a loop
-CHUNK_SECONDS = 1.5e-6  # seconds for the events of an iteration
+LOOP_SECONDS = 12e-6  # forks, signals and joins of a loop
+CHUNK_SECONDS = 1.5e-6  # events of an iteration
 
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
     """Seconds of a collective that runs alone. `size` is the number of a rank's bytes before or after the collective, whichever is larger.
-    Each of `hosts` hosts has equally many ranks. The network and the links inside each host work concurrently."""
+    Each of `hosts` hosts has the same number of ranks. The network works at the same time as the links inside each host."""
     if hosts == 1:
         link = machine.link("collective", ranks)
         one_pass = link.seconds(size * (ranks - 1) / ranks)
         return 2 * one_pass - link.seconds(0) if kind == "all_reduce" else one_pass
     assert machine.network
-    inside = max(ranks // hosts, 1)  # number of ranks on one host
+    inside = max(ranks // hosts, 1)  # ranks on one host
     of_host = machine.link("collective", inside).seconds(size * (ranks - 1) / ranks) if inside > 1 else 0.0
-    # bytes per GPU from other hosts; a block that all ranks of a host need crosses the network once
+    # Bytes per GPU from other hosts. A block that all ranks of a host need crosses the network once.
     bytes_crossing = size * (ranks - inside) / ranks / (1 if kind == "all_to_all" else inside)
     one_pass = max(of_host, machine.network.seconds(bytes_crossing, messages=ceil(log2(hosts))))
     return 2 * one_pass if kind == "all_reduce" else one_pass
 
 
 def communication_slowdown(ranks: int) -> float:
-    """Slowdown of communication kernels while matmuls run, for this number of ranks, or for the next larger number in the table."""
+    """Slowdown for this number of ranks, or for the next larger number in the table."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
 
 
@@ -47,15 +47,16 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, returns only the seconds by which the collective delays concurrent ops,
-    because its kernels occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. With `overlaps`, only the seconds by which it delays concurrent ops: its kernels occupy
+    multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines: only the delay of concurrent ops, if `overlaps`."""
-    # time of the kernel that sums the copied terms
+    """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. With `overlaps`, the copies count only as a delay of
+    concurrent ops."""
+    # The kernel sums the copied terms.
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (MATMUL_SLOWDOWN_BY_COPIES - 1) if overlaps else copied) + LOOP_SECONDS + added
@@ -65,8 +66,6 @@ def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, ove
 
 
 class Computed(Protocol):
-    """A matmul or attention on one rank."""
-
     def seconds(self, machine: Machine) -> float: ...
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Computed: ...
@@ -74,24 +73,21 @@ class Computed(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A reshard, and matmuls or attention that can overlap with the reshard: a gather and its consumers, or a matmul and its reduction.
-
-    `size` is the number of bytes of the gathered or partial tensor on one rank. If `rows`, the chunks are rows of the results, otherwise
-    columns.
-    """
+    """A gather and its consumers, or a matmul and its reduction. `size` is the number of bytes of the gathered or partial tensor on one
+    rank. If `rows`, the chunks are rows of the results, otherwise columns."""
 
     kind: str  # all_gather, reduce_scatter or all_reduce
     ranks: int
     size: float
     products: tuple[Computed, ...]
     rows: bool = True
-    computed: bool = False  # the program computes the gathered operand, so peers can read it in place
+    computed: bool = False  # True if the program computes the gathered operand, so peers can read it in place
     overlapped: float = 0.0  # seconds of other ops that can overlap with the communication if there is no loop
-    consumer_sums: bool = False  # the consumer's kernel sums the terms
-    extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and with a loop
+    consumer_sums: bool = False  # True if the consumer's kernel sums the terms
+    extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: (without a loop, in a loop)
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Seconds without a loop, including the delay of overlapped ops. `by` is "put" or "get" for copies, and "" for a collective."""
+        """Seconds without a loop. The delay of overlapped ops is included. `by` is "put" or "get" for copies, and "" for a collective."""
         if by:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1
@@ -105,16 +101,14 @@ class Overlap:
     def in_chunks(
         self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, matmul_slowdown: float, added: float
     ) -> float:
-        """Seconds in a loop of `chunks` chunks. `own` chunks are not transferred.
-
-        The transfer of a chunk takes `transfer` seconds alone, and `slower` times as long in the loop. Matmuls that overlap with transfers
-        take `matmul_slowdown` times as long. `added` is the number of seconds to sum the received blocks.
-        """
+        """Seconds in a loop of `chunks` chunks. `own` chunks are not transferred. The transfer of a chunk takes `transfer` seconds alone,
+        and `slower` times as long in the loop. Matmuls that overlap with transfers take `matmul_slowdown` times as long. The sum of the
+        received blocks takes `added` seconds."""
         others = chunks - own
         own_chunk, other_chunk = (
             sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False)
         )
-        # fraction of the time in which transfers and matmuls overlap; matmuls without elements take no time
+        # Fraction of the time in which transfers and matmuls overlap. Matmuls without elements take no time.
         computed = own * own_chunk + others * other_chunk
         overlap_share = min(1.0, others * transfer / computed) if computed else 1.0
         slowdown = 1 + overlap_share * (matmul_slowdown - 1)
@@ -126,7 +120,7 @@ class Overlap:
 
 
 def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds until the rank has computed its own chunks, and then each arriving chunk. Chunks arrive one after another."""
+    """Seconds until the rank has computed its own chunks, and then each chunk that arrives."""
     computed, arrived = own_chunk, 0.0
     for transfer in transfers:
         arrived += transfer
@@ -135,7 +129,7 @@ def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has computed and sent the chunks of other ranks one after another, and has computed its own chunks last."""
+    """Seconds until the rank has computed and sent the chunks of other ranks, and has computed its own chunks last."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -1,4 +1,4 @@
-"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, between two signals.
+"""Collectives on one-sided channels, outside of loops. A rank reads the windows of its peers between two signals.
 
     all_gather %x -> %y on x                           # on two ranks
 
@@ -20,12 +20,11 @@ If the result of a gather is in a window and the operand is not, each rank puts 
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-A rank first signals the peers that access its window, and then waits, so ranks cannot block each other. In a CUDA graph, a second signal
-blocks the sender until the receiver has waited for the first. A collective signals a peer again only after a wait for that peer.
+A rank signals its peers before it waits, so ranks cannot block each other. In a CUDA graph, a second signal blocks the sender until the
+receiver has waited for the first. A collective therefore waits for a peer before it signals this peer again.
 
-In a reduction, a rank gets the terms of its block from the peers, and a kernel reduces these terms. In a reduce, the root gets all terms.
-In an all_reduce of a tensor that is known to be small, or has no equal blocks, each rank gets all terms. All ranks then reduce in rank
-order, so that their results are equal.
+In a reduction, a rank gets the terms of its block, and a kernel reduces them. In a reduce, the root gets all terms. In an all_reduce of a
+small tensor, or of one without equal blocks, each rank gets all terms. The ranks reduce in rank order, so their results are equal.
 """
 
 from collections.abc import Callable
@@ -40,14 +39,14 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; up to this size, if known at compile time, an all_reduce has one round of reads instead of two, because latency dominates
+# Largest known size, in bytes, of an all_reduce with one round of reads. Latency dominates such an all_reduce.
 SMALL = 1 << 15
 
 
 class OneSidedCollectives(Signals):
-    """Emits the collectives of a process group as one-sided transfers, with the interface of `LibraryCollectives`."""
+    """One-sided transfers with the interface of `LibraryCollectives`."""
 
-    takes_uneven = False  # the sizes of uneven blocks of an all_to_all would depend on sender and receiver
+    takes_uneven = False  # The sizes of uneven blocks of an all_to_all would depend on sender and receiver.
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -73,7 +72,6 @@ class OneSidedCollectives(Signals):
         self.get_from_all(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
-        """Emits gets of the terms of this rank's block, and the kernel that reduces these terms."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -91,7 +89,7 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather, or gathers and reduces tensors that are known to be small or lack equal blocks."""
+        """Emits a reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank gathers and reduces it."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -124,7 +122,7 @@ class OneSidedCollectives(Signals):
         src = self.in_window(src)
         if distances == {0}:
             self.copy_locally(src, dst)
-        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all sources are equally many ranks away
+        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # All sources are at the same distance.
             receiver = (self.rank + distance) % self.size
             self.signal_to(receiver, src)
             self.get((self.rank - distance) % self.size, src, dst)
@@ -133,7 +131,7 @@ class OneSidedCollectives(Signals):
             self.permute(src, dst, sources)
 
     def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Emits a permute in which each rank executes a different branch."""
+        """Emits a permute with a branch for each rank."""
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -149,13 +147,11 @@ class OneSidedCollectives(Signals):
                 if receiver != rank:
                     self.wait_for(Const(receiver), src)
 
-    # --- shared by several collectives -----------------------------------------------------------------------------------
-
     def get_from_all(
         self, src: str, copy_own: Callable[[], None], buffers_of_peer: Callable[[Expr], tuple[str, str]], along: int | None = None
     ) -> None:
-        """Emits gets from each peer. `buffers_of_peer` returns the source on the peer and the destination here. If `along` is given, a get
-        writes only the peer's block of the destination."""
+        """Emits gets from each peer. `buffers_of_peer` returns the source on the peer, and the destination here. With `along`, a get writes
+        only the peer's block of the destination."""
         self.signal(src)
         copy_own()
         self.each_peer(lambda peer: self.wait_and_get(peer, *buffers_of_peer(peer), along))
@@ -163,7 +159,6 @@ class OneSidedCollectives(Signals):
         self.wait(src)
 
     def put_to_all(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        """Emits puts of `src` to this rank's block `own` of `dst` on each peer."""
         self.signal(dst)
         copy_own()
         self.wait(dst)
@@ -175,7 +170,7 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
-        """Emits a wait for the peer's signal, a get, and a signal to the peer that its buffer has been read."""
+        """Emits a wait for the peer's signal, a get, and a signal that the peer's buffer has been read."""
         self.wait_and_get(peer, src, dst)
         self.signal_to(peer, src)
 
@@ -192,7 +187,6 @@ class OneSidedCollectives(Signals):
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """`src` if it is in a window, otherwise a copy in a window."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
@@ -200,7 +194,7 @@ class OneSidedCollectives(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """Views a buffer as one block per rank. `block` is the shape of a block, by default the buffer's dims after the first."""
+        """View of a buffer as one block per rank. `block` is the shape of a block, by default the dims after the first."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 
@@ -208,7 +202,7 @@ class OneSidedCollectives(Signals):
         return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
 
     def own_block(self, packed: str, block: tuple[Size, ...], along: int | None) -> str:
-        """View of this rank's block in a buffer with one block per rank. If `along` is given, blocks may differ in size."""
+        """View of this rank's block. With `along`, the blocks may differ in size."""
         if along is None:
             return self.block(self.by_rank(packed, block), self.rank)
         shape = self.b.types[packed].shape

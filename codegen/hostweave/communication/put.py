@@ -1,10 +1,10 @@
 """Algorithm put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. On several streams, these instructions
-could deadlock, because a CUDA graph may execute its branches one after another, in any order. A graph may send a signal to a rank only
-after this rank has waited for the previous signal. A rank therefore waits for a peer's chunk before its next put.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. Otherwise they could deadlock, because a
+CUDA graph may execute its branches one after another. In a graph, a rank must wait for a signal before the next signal to this rank. A rank
+therefore waits for a peer's chunk before its next put.
 
-Before a loop of puts, each rank signals that its memory for arriving chunks is free. Before a loop of gets, each rank signals that its
+Before a loop of puts, each rank signals that its memory for incoming chunks is free. Before a loop of gets, each rank signals that its
 shard is ready. Each reader signals after it has read the shard.
 """
 
@@ -30,8 +30,6 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """Communication of one loop by puts or gets."""
-
     needs_count = True
 
     def __init__(self, *known: Any):
@@ -50,15 +48,15 @@ class _Loop(Lowering, Signals):
 class GatheredMemory:
     op: Op
     landing: str  # memory that receives the chunks of peers
-    is_in_place: bool  # True if `landing` is the memory of the value; False if chunks must be copied to the value
-    shard: str | None  # memory of this rank's shard from which peers can get chunks, or None
+    is_in_place: bool  # False if chunks must be copied from `landing` to the value
+    shard: str | None  # memory of this rank's shard from which peers can get chunks
 
 
 class PutGather(_Loop):
     """All-gather. A rank copies its own shard. The shards of peers arrive one after another.
 
-    If the shards of all gathered values are in windows, peers get the chunks from these windows, and one signal covers all values.
-    Otherwise each rank puts the shards of all values to the peers, and each put has a separate signal.
+    If the shards of all gathered values are in windows, peers get the chunks, and one signal covers all values. Otherwise each rank puts
+    its shards to the peers, and each put has its own signal.
     """
 
     def begin(self) -> None:
@@ -85,25 +83,23 @@ class PutGather(_Loop):
         return GatheredMemory(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
     def shard_in_window(self, op: Op) -> str | None:
-        """Memory of this rank's shard, if the memory is in a window and chunks are contiguous. None otherwise."""
+        """Memory of this rank's shard if it is in a window and its chunks are contiguous. Otherwise None."""
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
-        memory = b.memory_of(whole)  # a part of an allocation could have a different offset on a peer
+        memory = b.memory_of(whole)  # A part of an allocation could have another offset on a peer.
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
-        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
+        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # A chunk is the whole shard.
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, one: GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put of a chunk of this rank's shard to the rank that uses the chunk in this iteration."""
+        """Emits a put of a chunk of this rank's shard to the rank that uses it in this iteration."""
         own = replace(steps, owner=self.rank, suffix="own")
         peer = (self.rank - steps.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
     def source(self, one: GatheredMemory, own: LoopSteps) -> str:
-        """Contiguous memory with a chunk of this rank's shard."""
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
     def sender(self, steps: LoopSteps) -> Expr:
-        """Sender of the chunk that arrives in this iteration."""
         return steps.owned_by
 
     def landed(self, one: GatheredMemory, steps: LoopSteps) -> str:
@@ -157,8 +153,8 @@ class PutGather(_Loop):
 
 
 class _PutScatter(_Loop):
-    """Reduce-scatter. A rank first computes its terms of other ranks' blocks, and puts each term to the owner of the block. A kernel adds
-    the received terms to the rank's own term."""
+    """Reduce-scatter. A rank puts its term of each block to the owner of the block. A kernel adds the received terms to the rank's own
+    term."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
@@ -174,7 +170,6 @@ class _PutScatter(_Loop):
         return self.values.operand(self.op, 0, steps)
 
     def others(self, steps: LoopSteps) -> Expr:
-        """Condition that the iteration's block belongs to another rank."""
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: LoopSteps) -> None:
@@ -203,9 +198,9 @@ class _PutScatter(_Loop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # all chunks together are contiguous
+        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # All chunks together are contiguous.
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no emitted expression has this index
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # No emitted expression has this index.
         else:
             with self.b.loop(Size(self.subchunks)) as index:
                 self.add(replace(self.own, index=index))
@@ -229,7 +224,7 @@ class _Put(Algorithm):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses two streams, so that the end of a matmul overlaps with the start of the next matmul. A scatter uses one stream, because
-# concurrent matmuls would delay the transfer of the first result.
+# A gather uses two streams: the end of a matmul overlaps with the start of the next one. A scatter uses one stream, because concurrent
+# matmuls would delay the first transfer.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

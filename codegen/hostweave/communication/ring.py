@@ -26,11 +26,11 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring in which a rank sends a chunk from the buffer in which the chunk arrived."""
+    """Ring in which a rank forwards a chunk from the buffer that received it."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Emits nothing for the last shard. For other shards, emits a send of chunks to the next rank, a receive of later chunks from the
-        previous rank, and a record of `event`."""
+        """Emits a send of chunks to the next rank, a receive of later chunks from the previous rank, and a record of `event`. Emits nothing
+        for the last shard."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -44,10 +44,10 @@ class _ForwardingRing(_Ring):
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
-        """Buffer for the chunk from the previous rank in this iteration. Raises ProgramError if chunks are not contiguous."""
+        """Buffer for the chunk from the previous rank. Raises ProgramError if chunks are not contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # this buffer has contiguous chunks
+        if name in values.by_step and name != self.adds:  # This buffer has contiguous chunks.
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -57,8 +57,8 @@ class _ForwardingRing(_Ring):
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
     def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
-        """Emits `first` for the first shard, and otherwise a wait for the chunk's arrival, followed by `arrived`. Returns the pool of
-        arrival events, one per iteration."""
+        """Emits `first` for the first shard. For other shards, emits a wait until the chunk has arrived, then `arrived`. Returns the pool
+        of events for the arrival of chunks, one per iteration."""
         if not steps.count.is_int:
             why = "a ring needs a number of steps that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
@@ -73,7 +73,7 @@ class _ForwardingRing(_Ring):
 
 
 class _RingGather(_ForwardingRing):
-    """All-gather: a rank sends its own block to the next rank, and then all but the last block from the previous rank."""
+    """All-gather: a rank sends its own block to the next rank, and then each block from the previous rank except the last."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -83,7 +83,7 @@ class _RingGather(_ForwardingRing):
 
 class _RingReduceScatter(_ForwardingRing):
     """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of the
-    owner's term, and is copied to the result after the loop."""
+    owner's term. It is copied to the result after the loop."""
 
     @property
     def adds(self) -> str:
@@ -114,7 +114,7 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """Reduce-scatter by puts. A rank signals that its memory is free, and the previous rank then puts partial sums there."""
+    """Reduce-scatter by puts. A rank signals that its memory is free. The previous rank then puts partial sums there."""
 
     needs_count = True
 
@@ -124,18 +124,18 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Emits a put of the single chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
+        """Emits a put of the chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """All-gather by puts. A rank puts its own shard to the next rank, and then each chunk that arrives from the previous rank. The rank
-    does not forward chunks of the last shard."""
+    """All-gather by puts. A rank puts its own shard to the next rank, and then each chunk from the previous rank except chunks of the last
+    shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
-        """None, because peers never get from this rank."""
+        """Peers never get from this rank."""
         return None
 
     def signal(self, buffer: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts that lowering needs: `Dataflow` about the values of a fusion, and `LoopSteps` about an iteration of a chunk loop."""
+"""Facts for lowering: `Dataflow` describes the values of a fusion, and `LoopSteps` describes an iteration of a chunk loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostweave.types.tensor import BufferType, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """Dataflow of a fusion whose reshards are decomposed into single communications and local slices."""
+    """Dataflow of a fusion. Each of its reshards is one communication or one local slice."""
 
     fusion: Fusion
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
@@ -47,29 +47,24 @@ class Dataflow:
         """Value -> ops that read it, one entry per operand."""
         return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
-    # --- local types ---
-
     def mesh_of(self, op: Op) -> Mesh:
         return op.result.type.mesh_in(self.mesh)
 
     def local(self, value: Value) -> BufferType:
         return value.type.local(self.mesh, self.uneven)
 
-    # --- facts about ops ---
-
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard: the whole local tensor, or a block of an unsharded dim."""
+        """True if each rank of a transfer's target mesh already holds its shard, as its whole local tensor or as a block of an unsharded
+        dim."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
 
-    # --- views ---
-
     def is_view(self, op: Op) -> bool:
-        """True if an op is only pointer arithmetic: a view op, a reduction over one local element, or a local transfer."""
+        """True if an op is only pointer arithmetic: a view, a reduction over one local element, or a local transfer."""
         if op.kind == "transfer":
             return self.is_local(op)
         if OPS[op.kind].combine:
@@ -77,7 +72,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """The value that `name` is a view of, possibly through other views, or `name` itself."""
+        """The value that `name` views, possibly through other views, or `name` itself."""
         op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
@@ -87,17 +82,14 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """An iteration of a loop, as expressions over the loop index. `shards` is the number of shards of the chunked dim, see
-    `chunk_loops.shards`.
-
-    In a loop by shard, an iteration covers chunk `subchunk` of the `subchunks` chunks of rank `owner`. Across shards, an iteration covers
-    the same slice of every rank's shard. `rows` and `start` are those of `LoopPart`.
-    """
+    """An iteration of a loop, as expressions over the loop index. In a loop by shard, the iteration covers chunk `subchunk` of the
+    `subchunks` chunks of rank `owner`. Across shards, it covers the same slice of every rank's shard. `chunk_loops.shards` returns
+    `shards`. `LoopPart` describes `rows` and `start`."""
 
     mesh: Mesh
     index: Var
     count: Size  # number of iterations
-    drops_dim: bool  # an iteration covers a single index, and its values lack the dim
+    drops_dim: bool  # True if an iteration covers a single index, and its values lack the dim
     shards: int
     owner: Expr | None = None  # in a loop by shard, the rank that owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
@@ -130,15 +122,15 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The iteration in which a ring uses the block that arrives in this iteration."""
+        """The iteration in which a ring uses the block that arrives now."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
-        """Number of shards in this dim of a rank's local tensor."""
+        """Number of shards along this dim in a rank's local tensor."""
         return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
 
     def splits(self, value: Value, dim: int) -> bool:
-        """True if an iteration covers a slice of each of several shards in a rank's local tensor."""
+        """True if an iteration covers one slice of each of several shards in a rank's local tensor."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
     def rows_in(self, size: Size) -> Size:
@@ -167,7 +159,6 @@ def expr_of(size: Size | Sum) -> Expr:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """Index of this rank in its process group."""
     number: Expr = Const(0)
     for axis in axes:
         number = number * mesh.axis_size(axis) + Coordinate(axis)
@@ -175,8 +166,8 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
 
 
 def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
-    """View of an iteration's chunk in `buffer`, which has the local tensor of `value`. If the iteration covers a slice of several shards,
-    the view has two dims in place of `dim`: the shards, and the slice of each."""
+    """View of an iteration's chunk in `buffer`, which has the local tensor of `value`. For a slice of each of several shards, two dims
+    replace `dim`: the shards, and the slice of each."""
     index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
     if steps.splits(value, dim):
         buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
@@ -204,7 +195,6 @@ def _first_row(steps: LoopSteps, rows: Size, shard: Size, shards: int) -> Expr:
 
 
 def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
-    """Shape of the view that `chunk` makes."""
     shape = value.type.local_shape(mesh, steps.uneven)
     size = shape[dim]
     shards: tuple[Size, ...] = ()
@@ -217,7 +207,7 @@ def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[S
 
 
 def keeps_dim(op: Op) -> bool:
-    """True if a chunk keeps the chunked dim even with size 1, because a matmul needs the last two dims."""
+    """True if a chunk keeps the chunked dim even with size 1. A matmul needs the last two dims."""
     stream = op.result.stream
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 

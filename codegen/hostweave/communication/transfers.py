@@ -1,8 +1,7 @@
-"""Emits moves between meshes, and reductions to a mesh.
+"""Moves between meshes, and reductions to a mesh. The ranks of the source mesh send, and the ranks of the target mesh receive.
 
-The ranks of the source mesh send, and the ranks of the target mesh receive. If some rank is in both meshes, sends and receives are in one
-group. Outside of loops, ranks that send whole local tensors to several other ranks may broadcast instead. On transports without send and
-recv, the receivers get the blocks from windows of the senders.
+If a rank is in both meshes, sends and receives are in one group. Outside of loops, a rank may broadcast its local tensor to several ranks
+instead. If the transport lacks send and recv, the receivers get the blocks from windows of the senders.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,17 +26,17 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import TensorType
 
-COPIES = "copies"  # mesh axis along which a sender broadcasts to its receivers
+COPIES = "copies"  # mesh axis along which a sender broadcasts
 
 MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into; called in the `on` body of the buffer's mesh
 
 
 class Transfers:
-    """Emits moves and reductions between meshes, and later the senders' waits for their readers."""
+    """Emits moves and reductions between meshes. The waits of senders for their readers come later."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
+        self.pending_waits: list[Callable[[], None]] = []  # functions that emit these waits
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -49,15 +48,15 @@ class Transfers:
         self.pending_waits.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.pending_waits)))
 
     def reduce(self, op: Op, reduction: TermReduction) -> None:
-        """Emits a reduction to one rank of each process group. These ranks are the result's mesh."""
+        """Emits a reduction to one rank of each process group. These ranks form the mesh of the result."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
             src = contiguous_source(b, self.values.operand(op, 0, None), None)
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. A reader may first need other data from a sender, so the waits come late. They come
-        at the end of the body, before a call of a function with moves to other meshes, or when the signal counters are used up."""
+        """Emits the waits of senders for their readers. They come late, because a reader may first need other data from a sender: at the
+        end of the body, before a call of a function with moves to other meshes, or when all signal counters are in use."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -72,7 +71,7 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     blocks = op[BLOCKS]
-    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, broadcasts would serialise the ranks of the two meshes
+    if steps is None and blocks.is_cheaper_to_broadcast:  # In a loop, broadcasts would serialise the ranks of the two meshes.
         _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
         return
     to_send, to_receive = _cuts(flow, op)
@@ -93,8 +92,8 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
     """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
 
-    A sender signals that its window is ready, and each receiver signals after reading. `number` is the signal counter, which no other move
-    may use before these waits.
+    A sender signals that its window is ready, and each receiver signals after its reads. `number` is the signal counter. No other move may
+    use this counter before these waits.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -118,7 +117,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             same_dims = prod(blocks.sent) == prod(blocks.received) == 1
             (ranks.copy_locally if same_dims else ranks.copy)(sent, landed)
             return
-        if route in first:  # a sender and a receiver signal each other once for all routes between them
+        if route in first:  # A sender and a receiver signal each other once for all routes between them.
             ranks.wait_for(Const(route.sender), sent, number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
@@ -174,7 +173,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # views of an `on` body are not visible outside of it, where sends and recvs may be posted
+    # Views of an `on` body are not visible outside of it, where sends and recvs may be posted.
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed
@@ -190,14 +189,14 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # the `on` body of the first view may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # The `on` body of the first view may have ended.
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """Views `whole` as blocks, indexed by the first dims. Returns `whole` itself if there is one block."""
+    """View of `whole` as blocks, indexed by the first dims. `whole` itself if there is one block."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -213,7 +212,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """Returns an instruction with all sends of this rank: to the rank that is `distance` ranks ahead, if `distance` is given."""
+    """One instruction with all sends of this rank. `distance`: sends to the rank that is this many ranks ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

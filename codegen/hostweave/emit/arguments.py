@@ -1,4 +1,4 @@
-"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of inputs, outputs and sizes."""
+"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of both."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class CheckedArgument:
     shape: str
     pattern: str  # expected shape before this argument binds sizes; dims of unknown size are hw::kAny
     sizes: tuple[SizeBinding, ...]
-    again: bool  # the shape is checked again after all its sizes are bound
-    buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
+    again: bool  # True if the shape is checked again after all its sizes are bound
+    buffer: OperandBuffer  # local buffer, such as bf16[M/8, K]
     used: bool
-    parameter: str  # name of the program's parameter; for a group, the other fields describe the first tensor
+    parameter: str  # parameter of the program; for a group, the other fields describe the first tensor
     path: str  # C++ path of the tensor, such as in.x
     on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have it
-    memory: str = ""  # for an output in donated memory: C++ path of the input
-    donated: str = ""  # name of the donated parameter
+    memory: str = ""  # C++ path of the donated input whose memory an output uses
+    donated: str = ""
 
     @property
     def member(self) -> str:
         return self.path.rpartition(".")[2]
 
     def statements(self) -> Iterator[Guarded]:
-        """The check of the tensor, and declarations of the sizes that the tensor binds. If `again`, the declarations come first."""
+        """Check of the tensor, and declarations of the sizes that it binds. If `again`, the declarations come first."""
         type = self.buffer.type
-        # dtype and shape in C++ do not state the type if a dim is symbolic, or if a bool is stored as a byte
+        # C++ dtype and shape do not state the type if a dim is symbolic, or if a bool is stored as a byte.
         named = f', "{type}"' if type.dtype.name == "bool" or not all(size.is_int for size in type.shape) else ""
         shape = self.shape if self.again else self.pattern
         check = f"{self.path}.expect({self.label}, {self.dtype}, {shape}, rank_.device(){named});"
@@ -83,7 +83,7 @@ class _Binding:
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Inputs in order. An input binds the sizes that no earlier input binds."""
+    """Inputs in order. Each binds the sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []
@@ -100,7 +100,6 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> str:
-    """C++ that checks inputs or outputs, and binds sizes."""
     return guarded(_statements(arguments, context))
 
 
@@ -161,15 +160,15 @@ def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
 
 
 def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
-    """C++ path of an input or output, such as `in.x`, or of the first tensor of a parameter group: `in.layers[0].w`."""
+    """C++ path of an input or output, such as `in.x`. For a parameter group, the path of the first tensor: `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     structs = emitter.context.struct_of.get(name)
     return structs.place(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields C++ calls that check sizes at run time. Differences must not be negative, and reduced dims must not be empty. Sums of sizes
-    must be multiples of the divisors that the program needs."""
+    """C++ calls that check sizes at run time: differences must not be negative, reduced dims must not be empty, and sums of sizes must be
+    multiples of their divisors."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:
             yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'

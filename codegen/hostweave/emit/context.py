@@ -1,4 +1,4 @@
-"""State that the emission of all bodies of a program shares: C++ names, channels, streams, plans, kernels and temporaries."""
+"""State that all emitted bodies of a program share: C++ names, channels, streams, plans, kernels and temporaries."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class ChannelMember:
 
     @property
     def transport(self) -> str:
-        """Last argument of the channel's lookup, the transport. Empty for the default transport."""
+        """Last argument of the channel's lookup. Empty for the default transport."""
         return "" if self.ir.transport.name == DEFAULT else f", hw::Transport::{self.ir.transport.name}"
 
 
@@ -69,13 +69,13 @@ class Temporary:
     member: str
     count: str
     comment: str
-    pool: str = ""  # stream pool in which each stream has its own copy; empty for a single buffer
+    pool: str = ""  # pool in which each stream has its own copy; empty for a single buffer
     in_window: bool = False
     sizes: frozenset[str] = frozenset()  # C++ names that `count` uses
 
 
 class ProgramContext:
-    """Members and names of the program's C++ class, collected while the bodies are emitted."""
+    """Members and names of the program's C++ class, collected while bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
@@ -83,7 +83,7 @@ class ProgramContext:
         self.memory_of = {
             f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
         }  # C++ member function that plans the memory of a function
-        for body in bodies(program)[::-1]:  # the user's names are claimed first, so that generated names differ from them
+        for body in bodies(program)[::-1]:  # The user's names are claimed first, so generated names differ from them.
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
             for instruction in tree.walk(body.body):
@@ -99,11 +99,11 @@ class ProgramContext:
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
         self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh of these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # channel member -> member of its term exchange, for kernels that communicate
+        self.exchanges: dict[str, str] = {}  # channel -> its exchange for kernels that communicate, both as members
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
         self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`
-        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # for each use of a plan: mesh, C++ condition on sizes
+        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # mesh, and C++ condition on sizes, for each use of a plan
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
@@ -113,8 +113,7 @@ class ProgramContext:
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first
-        kernel."""
+        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first."""
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (
@@ -145,11 +144,11 @@ class ProgramContext:
 
     @property
     def index(self) -> str:
-        """C++ name of the loop index over the tensors of a parameter group."""
+        """C++ loop index over the tensors of a parameter group."""
         return self.names.of("member", "number of a tensor")
 
     def flag(self, mesh: Mesh) -> str:
-        """C++ member that is true if this rank is in a submesh of the program's mesh."""
+        """C++ member that is true if this rank is in a submesh."""
         ranks = frozenset(mesh.all_ranks)
         if ranks not in self.flags:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh

@@ -23,12 +23,12 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """Returns a C++ string literal. Octal escapes, which the assembler also understands, replace all but printable ASCII."""
+    """C++ string literal. Printable ASCII stays. Octal escapes, which the assembler also understands, replace all other bytes."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
 def number(value: float, dtype: DType) -> str:
-    """Returns the C++ literal of a number in the compute type of `dtype`."""
+    """C++ literal of a number in the compute type of `dtype`."""
     if dtype.kind == "bool":
         return Word("true" if value else "false")
     if dtype.kind != "float":
@@ -48,7 +48,7 @@ def compute_type(dtype: DType) -> str:
 
 
 class Word(str):
-    """C++ that is a single token, such as a local variable or a literal, and needs no parentheses."""
+    """C++ that needs no parentheses because it is a single token, such as a local variable or a literal."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CppExprPrinter:
     - `multiples` has known divisors of sizes. If 8 divides M, `M*K/8` is printed as `M / 8 * K`.
     - `variables` maps loop indices to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
-    - `mesh` is the mesh whose axes the printed expressions refer to.
+    - `mesh` is the mesh of the axes in printed expressions.
     """
 
     mesh: Mesh
@@ -93,9 +93,9 @@ class CppExprPrinter:
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[MeshAxis, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
-    depths: Mapping[str, int] = field(default_factory=dict)  # trip counts that are constants of the program
+    depths: Mapping[str, int] = field(default_factory=dict)  # constant trip counts of the program
     program: Mesh = field(init=False)
-    calls_runtime: bool = False  # uses hw::mod or hw::floor_div
+    calls_runtime: bool = False  # True if the C++ uses hw::mod or hw::floor_div
     used: set[str] = field(default_factory=set)  # C++ names of sizes and coordinates that were printed since `noting` began
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Yields a set that collects the C++ names of the sizes and coordinates that are printed inside the `with` block."""
+        """Yields a set that collects the C++ names of sizes and coordinates that are printed inside the `with` block."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -112,11 +112,9 @@ class CppExprPrinter:
         self.used.add(name)
         return name
 
-    # --- sizes ---
-
     def size(self, dim_size: Size) -> str:
-        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. The C++ is evaluated from left to right, and every division is exact. A
-        sum has no parentheses."""
+        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates it from left to right, and every division is exact. A sum has no
+        parentheses."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []
@@ -149,12 +147,12 @@ class CppExprPrinter:
         return text
 
     def factor(self, size: Size) -> str:
-        """Returns the C++ of a size as the last factor of a product, in parentheses unless the size is a product too."""
+        """C++ of a size as the last factor of a product. Parentheses surround all sizes but products."""
         text = self.size(size)
         return f"({text})" if {*"/+-"} & {*text.split()} else text
 
     def first_factor(self, size: Size) -> str:
-        """Returns the C++ of a size as the first factor of a product or as a dividend."""
+        """C++ of a size as the first factor of a product, or as a dividend."""
         return self.factor(size) if isinstance(size.factor, Sum) else self.size(size)
 
     def shape(self, sizes: Iterable[Size]) -> str:
@@ -164,10 +162,8 @@ class CppExprPrinter:
         shape = self.shape(type.shape)
         return shape if type.strides is None else f"hw::Strided({shape}, {self.shape(type.strides)})"
 
-    # --- integers ---
-
     def define(self, variable: str, text: str, range: Range) -> str:
-        """Binds a loop index or a `let` variable to its C++ name and to the range of its values."""
+        """Binds a loop index or a `let` variable to its C++ name and its range."""
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
@@ -190,7 +186,7 @@ class CppExprPrinter:
 
     @contextmanager
     def on(self, mesh: Mesh) -> Iterator[None]:
-        """Prints coordinates inside the `with` block as those of `mesh`."""
+        """Prints coordinates inside the `with` block as coordinates of `mesh`."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
@@ -222,7 +218,7 @@ class CppExprPrinter:
         raise TypeError(f"not an expression: {expr!r}")
 
     def known(self, expr: Expr) -> Expr:
-        """Replaces trip counts that are constants of the program, and folds comparisons of constants to 0 or 1."""
+        """Replaces constant trip counts, and folds comparisons of constants to 0 or 1."""
         match expr:
             case Symbol(size) if size in self.depths:
                 return Const(self.depths[str(size)])
@@ -234,7 +230,7 @@ class CppExprPrinter:
         return expr
 
     def times(self, expr: Expr, size: Size) -> str:
-        """Returns the C++ of an index times a size, such as `p * (M / 8 * K)`. Empty if the product is 0."""
+        """C++ of an index times a size, such as `p * (M / 8 * K)`. Empty if the product is 0."""
         if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):

@@ -1,4 +1,4 @@
-"""Emits C++ for host IR instructions: computes the operands and names that the template of each instruction needs."""
+"""C++ of host IR instructions: the operands and names that the template of each instruction needs."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ LONGEST_COMMENT = 114
 
 @dataclass(frozen=True)
 class OperandBuffer:
-    """Operand of an instruction: C++ expression, type, and the parameter or temporary that the operand aliases (`root`)."""
+    """Operand of an instruction. `root` is the parameter or temporary that contains its memory."""
 
     text: str
     type: BufferType
@@ -42,7 +42,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits the body of a program or of a function. A function is a HostProgram too."""
+    """Emits the body of a program or of a function."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -54,24 +54,24 @@ class Emitter:
         self.temporaries = context.temporaries
         self.steps = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.steps))  # one per allocate, in program order
-        self.used: set[str] = set()  # parameters and temporaries that the emitted code uses
+        self.used: set[str] = set()  # parameters and temporaries in the emitted code
         self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
-        self.comments: list[str] = []  # the last comments with source lines
+        self.comments: list[str] = []  # comments with source lines that were printed last
         self.others = _other_names(program)
         self.arguments = _arguments(program)
-        self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> the group and the tensor's index
-        self.windows: set[str] = set()  # temporaries that are allocated in a window
+        self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> group and index of the tensor
+        self.windows: set[str] = set()  # temporaries in a window
 
     def body(self, body: tree.Body) -> str:
-        """Returns the C++ of a body, with the user's source lines as comments."""
+        """C++ of a body, with the user's source lines as comments."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
         body = _joined(body)
         for number, i in enumerate(body):
-            follows = tree.names(i, "join", "record")  # a join or record belongs to the instructions before it
+            follows = tree.names(i, "join", "record")  # A join or record belongs to the instructions before it.
             lines = [] if follows else self.lines_of(body[number:])
             before, self.comments = self.comments, lines or self.comments
             continued = len(before) if self.comments[: len(before)] == before else 0  # number of lines that are printed already
@@ -88,7 +88,7 @@ class Emitter:
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
-        if i.location not in locations:  # the launch has another source line than the kernel's ops
+        if i.location not in locations:
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
@@ -106,7 +106,7 @@ class Emitter:
     def instruction(self, i: tree.Instruction, last: bool) -> str:
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # a send or recv outside of a Group instruction needs a group
+        if opens_group:  # A send or recv outside of a Group needs a group.
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -151,7 +151,7 @@ class Emitter:
         return self.context.channel(self.program.channel(i.channel)).member
 
     def handle(self, i: ir.Communication) -> str:
-        """Last arguments of a call of the transport's library: the channel's handle and the stream."""
+        """Last arguments of a library call: the channel's handle and the stream."""
         return f"{self.channel(i)}.comm(), {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
@@ -163,7 +163,7 @@ class Emitter:
     # --- memory and views ---
 
     def emit_allocate(self, i: ir.Allocate) -> str:
-        """Declares a temporary as a member. If each stream has a copy, also declares a pointer to the current stream's copy."""
+        """Declares a temporary as a member. If each stream has a copy, also declares a pointer to the copy of the current stream."""
         begin = next(self.begins)
         if i.in_window:
             self.windows.add(i.out)
@@ -191,12 +191,15 @@ class Emitter:
         return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Emits nothing, because `prepare` plans the arena, and a run frees no memory."""
+        """Emits nothing: `prepare` plans the arena, and a run frees no memory."""
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. No pointer is needed for a tensor of a parameter group, a view at offset 0, or a view
-        that only one call of a function uses. Each use of such a view contains the address."""
+        """Declares a pointer at the view's offset.
+
+        Some views need no pointer: tensors of a parameter group, views at offset 0, and views that only one call of a function uses. Each
+        use of such a view contains the address.
+        """
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -243,8 +246,8 @@ class Emitter:
         return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, names: Sequence[str], made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """C++ member that holds a plan, named by the first of `names` that no other plan has. Instructions with equal arguments share one
-        plan."""
+        """C++ member that holds a plan. Its name is the first of `names` that no other plan has. Instructions with equal arguments share
+        one plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
@@ -282,7 +285,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # if an operand is updated in place, the result is passed instead
+        lies_in = dict(updated(i, self.context.declared, ()))  # If an operand is updated in place, the result is passed instead.
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         kernel = self.context.declared[i.kernel]
         if not i.sent_on:
@@ -308,7 +311,7 @@ class Emitter:
         first: Sequence[str] = (),
         last: Sequence[str] = (),
     ) -> str:
-        """Returns the launch of a generated kernel. `first` replaces the argument of the first buffer, and `last` that of the last one."""
+        """Launch of a generated kernel. `first` replaces the argument of the first buffer, and `last` the argument of the last buffer."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
         emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types))
         buffers = self.texts([*srcs, *dsts])
@@ -349,15 +352,15 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices, because all bytes are 0, unlike for -0.0
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # A memset suffices, because all bytes are 0, unlike for -0.0.
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{self.buffers[i.dst].root}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """Emits a broadcast in place. On the root, the broadcast only reads the buffer, so the C++ may cast away `const`."""
-        number: Expr = Const(0)  # the root's rank in the process group
+        """Emits a broadcast in place. The root only reads the buffer, so the C++ may cast away `const`."""
+        number: Expr = Const(0)  # number of the root in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
@@ -366,7 +369,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Emits a collective as a loop over the ranks of the channel, or as a call of the runtime if blocks may differ in size."""
+        """Emits a loop over the ranks of the channel. Blocks of different sizes need a call of the runtime instead."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -410,12 +413,12 @@ class Emitter:
         return local if each == Size() else f"{local} * {self.integers.factor(each)}"
 
     def shared(self, name: str, along: int) -> str:
-        """C++ for the size of a dim that is sharded over a channel, and for the number of elements per index of that dim."""
+        """C++ for the size of a sharded dim, and for the number of elements per index of this dim."""
         shape = self.type_of(name).shape
         return self.integers.shape((shape[along], product(shape[:along] + shape[along + 1 :])))
 
     def cuts(self, cuts: Cuts) -> str:
-        """C++ of the pieces of a packed tensor: `hw::Blocks{{A}, {M, 4}}`."""
+        """C++ of the cuts of a packed tensor: `hw::Blocks{{A}, {M, 4}}`."""
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
@@ -454,7 +457,7 @@ class Emitter:
 
     @contextmanager
     def given_sizes(self, condition: Expr) -> Iterator[None]:
-        """Records that plans inside the `with` block are needed only under this condition, if the condition depends on sizes alone."""
+        """Records the condition for plans of the `with` block if the condition depends on sizes alone."""
         before = self.sizes_given
         if all(isinstance(leaf, Const | Symbol) for leaf in leaves(condition)):
             self.sizes_given = " && ".join(filter(None, (before, self.expr(condition))))
@@ -472,9 +475,9 @@ class Emitter:
 
 
 def _joined(body: tree.Body) -> tree.Body:
-    """Merges `on` bodies of one mesh if only allocations and deallocations are between them."""
+    """Merges `on` bodies of one mesh if only allocations and deallocations separate them."""
     result: list[tree.Instruction] = []
-    between: tree.Body = ()  # allocations since the last body
+    between: tree.Body = ()  # allocations and deallocations since the last body
     for i in body:
         last = result[-1].ranks if result else None
         if last and i.ranks == last:
@@ -488,7 +491,7 @@ def _joined(body: tree.Body) -> tree.Body:
 
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
-    """Maps each buffer to the names of other values that are written to the same memory, in place or through a view."""
+    """Maps each buffer to other values that are written to its memory, in place or through a view."""
     roots, found = tree.AliasRoots(), dict[str, list[str]]()
     for i in tree.walk(program.body):
         if i.shows:
@@ -514,6 +517,6 @@ def _comment(location: Location) -> str:
 
 @tree.per_kind
 def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str]:
-    """Finds the emission method of an instruction class, such as `emit_on_stream` for OnStream. The default renders the template."""
+    """Emission method of an instruction class, such as `emit_on_stream` for OnStream. The default renders the template."""
     names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
     return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

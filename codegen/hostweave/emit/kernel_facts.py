@@ -1,4 +1,4 @@
-"""Data of a kernel for the emission of C++: names, sizes, buffer types, accumulators, and templates of ops."""
+"""Data of a kernel for its C++: names, sizes, buffer types, accumulators, and templates of ops."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,10 +20,10 @@ ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gathe
 
 
 class KernelFacts:
-    """C++ names, sizes and types of one kernel, and a key. Kernels with equal keys share one definition."""
+    """C++ names, sizes and types of one kernel. Kernels with equal keys share one definition."""
 
     printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls that the kernel begins with
+    own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls at the start of the kernel
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
@@ -99,7 +99,7 @@ class KernelFacts:
         )
 
     def functions(self) -> set[str]:
-        """Names of the C functions that the kernel calls. Local variables must not have these names."""
+        """C functions that the kernel calls. Local variables must not have these names."""
         specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
@@ -119,7 +119,7 @@ class KernelFacts:
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def lane_size(self, name: str) -> Size:
-        """Size of a value's lane, the dim over which no loop of the kernel iterates."""
+        """Size of a value's lane, the dim without a loop."""
         return self.types[name].shape[self.walked.lanes[name]]
 
     def size_of_lane(self, name: str) -> str:
@@ -132,12 +132,12 @@ class KernelFacts:
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, index: str, name: str) -> str:
-        """C++ for the offset of `index` along an input's lane, the dim over which no loop iterates."""
+        """C++ for the offset of `index` along the lane of an input."""
         stride = self.ir.lanes[name].stride
         return index if stride == ONE else f"{index} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
-        """Yields the operands of an op, each as often as the C++ of the op uses it."""
+        """Operands of an op, each as often as the C++ of the op uses it."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
                 yield from [operand] * max(1, self.fields(op).count((str(i), "")))
@@ -150,7 +150,7 @@ class KernelFacts:
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """Arguments of HW_TOUCHES: the elements that the kernel reads and writes, so that the CPU device checks accesses."""
+        """Arguments of HW_TOUCHES: the elements that the kernel reads and writes. The CPU device checks accesses with them."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():
@@ -167,18 +167,18 @@ class KernelFacts:
         return tuple(self.ir.own(dim.size) for dim in dims), tuple(self.ir.own(dim.strides[0]) for dim in dims)
 
     def elements(self, name: str) -> str:
-        """Name of the local variable that holds a vector of elements of an input."""
+        """Local variable that holds a vector of elements of an input."""
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, access: str) -> str:
-        """Name for an element, such as `x_ij`. The name contains the indices of the element."""
+        """Name for an element that contains its indices, such as `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(access)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for a scale of quantised values, max(x, least) / by, with a reciprocal that is surely a normal number."""
+        """True for a scale of quantised values, max(x, least) / by, whose reciprocal is certainly a normal number."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False

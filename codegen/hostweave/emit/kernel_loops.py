@@ -1,4 +1,4 @@
-"""Prints a kernel's loops as C++: loop heads, launch grid, element offsets, and variants by alignment and size."""
+"""C++ of a kernel's loops: loop heads, launch grid, element offsets, and variants by alignment and size."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +20,12 @@ class Templates:
     """C++ templates of a distribution of iterations over threads. `LoopPrinter.text` fills in the placeholders."""
 
     loop: str  # head of the loop over the kept dims
-    grid: str  # grid of the launch
-    inner: str = ""  # head of the innermost reduction loop, with iterations divided among threads
+    grid: str
+    inner: str = ""  # head of the innermost reduction loop, which divides its iterations among threads
     reduce: str = ""  # call that reduces the accumulators of all threads
-    reduce_last: str = ""  # cheaper call, used if only the threads that store need the result
-    leader_if: str = ""  # condition that is true on the threads that store the result
-    bounds: str = ""  # maximum number of threads per block
+    reduce_last: str = ""  # cheaper call whose result only the storing threads get
+    leader_if: str = ""  # condition that is true on the storing threads
+    bounds: str = ""  # most threads per block
     closing: str = ""  # text after the body of the innermost loop
 
 
@@ -75,14 +75,14 @@ TEMPLATES = {
     ir.BY_BLOCK_LANES: _OF_BLOCK_LANES,
     ir.BY_CLUSTER_LANES: replace(_OF_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # block size at which one block may use all registers of a multiprocessor
+ALL_REGISTERS = 1024  # size of a block that may use all registers of a multiprocessor
 
 
 class LoopPrinter:
     """Prints the loops of a kernel as C++, and names the indices."""
 
     multiplies = False  # True if the kernel begins with matmuls
-    grid: str  # launch grid of the kernel
+    grid: str
     bounds: str  # arguments of `__launch_bounds__`
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
@@ -99,8 +99,6 @@ class LoopPrinter:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
             resident = loops.resident or loops.threads == ALL_REGISTERS
             self.bounds = self.text(self.templates.bounds) + (f", {int(resident)}" if resident else "")
-
-    # --- heads ---
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
         """Fills in the placeholders of a template. `width` is the C++ name of the vector width. `named` maps sizes to replacements."""
@@ -147,7 +145,7 @@ class LoopPrinter:
         return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)
 
     def reduce(self, is_last: bool) -> str:
-        """Call that combines the accumulators of several threads. After the last loop only the threads that store need the result."""
+        """Call that combines the accumulators of several threads. After the last loop, only the storing threads need the result."""
         return self.text((is_last and self.templates.reduce_last) or self.templates.reduce)
 
     @property
@@ -159,11 +157,9 @@ class LoopPrinter:
     def reduced_count(self) -> str:
         return self.integers.size(product(tuple(dim.size for dim in self.ir.reduced)))
 
-    # --- variants ---
-
     @property
     def varied(self) -> dict[str, str]:
-        """Maps each template parameter of the lambda `compute` to the function parameter from which C++ deduces it. Each variant of the
+        """Template parameters of the lambda `compute`, each with the function parameter from which C++ deduces it. Each variant of the
         kernel is a call of `compute`."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
@@ -171,7 +167,7 @@ class LoopPrinter:
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """For each variant: the condition that selects the variant, and arguments for `varied`. The last variant has no condition."""
+        """Condition of each variant, and its arguments for `varied`. The last variant has no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -203,8 +199,6 @@ class LoopPrinter:
         texts = [f"{self.integers.first_factor(size)} % {width} == 0" for size in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
 
-    # --- offsets ---
-
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
         """Makes offsets relative to an operand of a concat or pad. Yields the conditions that the index is in the operand."""
@@ -219,8 +213,7 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride and its dim. Inside a concat or pad, each also has the start of the operand along
-        this dim."""
+        """Indices of an element, each with its stride, its dim, and the start of the concat's or pad's operand along this dim."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
@@ -230,7 +223,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, access: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of the offset of an element. For a vector, this is the first element, or element `lane`."""
+        """Terms (index, stride) of the offset of an element. In a vector, the element is the first one or `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {lane}" if lane and dim == self.ir.along else name
@@ -246,7 +239,7 @@ class LoopPrinter:
         return f"{pointer} + {self.sum_of(terms)}" if terms else pointer
 
     def offset(self, access: str) -> str:
-        """C++ for the offset of an element, such as `i * N + j`. For element `e` of a vector: `i * N + j + e`."""
+        """C++ for the offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""
         return self.sum_of(self.terms(access, self.lane))
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
@@ -266,13 +259,13 @@ class LoopPrinter:
         return tuple(declared)
 
     def divisor(self, size: Size) -> str:
-        """C++ of a divisor, converted to the type of the linear index."""
+        """C++ of a divisor in the type of the linear index."""
         text = self.integers.size(size)
         return text if size.is_int else f"Index({text})" if self.ir.index == "Index" else f"({text})" if " " in text else text
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter, names: CppNames) -> CppExprPrinter:
-    """Returns a printer that expresses multiples of the outermost size by one parameter of the kernel."""
+    """Printer in which multiples of the outermost size use one parameter of the kernel."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -1,4 +1,4 @@
-"""Content of main.cpp, the program in an exported project that runs, checks and times the library."""
+"""Content of main.cpp, which runs, checks and times the library of an exported project."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from hostweave.types.zigzag import Zigzag
 
 SIZE = 64  # default of a symbolic size, rounded up to a multiple of the divisor that the program needs
 RANK, INDEX = "r", "i"
-# names that CMake, the runtime or the build folder use
+# Names that CMake, the runtime or the build folder use.
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
 """
@@ -41,7 +41,7 @@ class SampleTensor:
     cpp: str
     dtype: str
     dims: str
-    twin: str  # C++ of the first rank with the same shard, to which rank r compares its shard
+    twin: str  # C++ of the first rank with the same shard; rank r compares its shard with this rank
     on: str  # C++ condition: rank r has a shard
 
 
@@ -51,14 +51,14 @@ Field = tuple[int, tuple[SampleTensor, ...]]
 
 
 class Reference:
-    """Reference for the results: the same computation on one device, emitted as a separate program. The tolerance depends on the coarsest
-    of `dtypes` and of the matmul precisions, because the two programs round in different orders."""
+    """Reference for the results: a separate program for the same computation on one device. The two programs round in different orders. The
+    tolerance therefore depends on the coarsest of `dtypes` and of the matmul precisions."""
 
     def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
         floats = [dtype for dtype in dtypes if dtype.kind == "float"]
         matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
-        floats += [f16 for i in matmuls if i.precision]  # TF32 has the significand of f16
-        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # the coarsest dtype sets the tolerance
+        floats += [f16 for i in matmuls if i.precision]  # TF32 has the significand of f16.
+        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
         self.program, self.coarsest, self.roundoff = program, coarsest.name, coarsest.roundoff.hex()
         self.roundoffs = 4**coarsest.itemsize  # tolerance in units of roundoff
 
@@ -120,7 +120,7 @@ class Main:
 
 
 def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
-    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # a bool is a byte with any value
+    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # A bool is a byte with any value.
     own = type.mesh_in(mesh)
     shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in type.dims]
     shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, type.dims, strict=True)]
@@ -129,7 +129,7 @@ def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh,
 
 
 def executable_of(program: str) -> str:
-    """Name of the program's executable, which is not a name of `_OF_CMAKE`."""
+    """Name of the executable. It differs from the names in `_OF_CMAKE`."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 

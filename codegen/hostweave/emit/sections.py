@@ -1,4 +1,4 @@
-"""Emits the statements of a kernel: loads, computations and stores of one scope, and the C++ of single elements."""
+"""C++ of the statements of a kernel: loads, computations and stores of one scope."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i32, i64, u64
 
 
 class Lane(str):
-    """C++ of one element of a vector in registers."""
-
     def __new__(cls, vector: str, lane: str) -> Lane:
         made = super().__new__(cls, f"{vector}[{lane}]")
         made.vector = vector
@@ -27,10 +25,10 @@ class Lane(str):
 
 
 class Section:
-    """Statements of one scope. A value is computed at the first use, or outside of loops that do not change the value.
+    """Statements of one scope. The first use of a value emits its computation, in the outermost scope that has its operands.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. Statements
-    are hoisted to `around`, the section outside of this loop. `is_around` is True for such a section in a loop nest.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
+    the section outside of this loop. `is_around` is True for such a section in a loop nest.
     """
 
     def __init__(
@@ -38,13 +36,13 @@ class Section:
     ):
         self.kernel, self.outer, self.around, self.is_wide, self.is_around = kernel, outer or around, around, width > 1, is_around
         self.hoisted = kernel.ir.outside_nests if is_around else kernel.ir.outside  # values that the outer section computes
-        self.texts: dict[str, str] = {}  # value -> C++
-        self.loads: dict[str, str] = {}  # input -> local variable with a vector
-        self.own = ""  # name of a value, or "": this section computes a row of the value for the registers
-        # statements in the order of emission: vector loads, statements per element, updates, vector stores
+        self.texts: dict[str, str] = {}
+        self.loads: dict[str, str] = {}  # input -> local variable that holds a vector of it
+        self.own = ""  # value whose row this section computes for the registers, or ""
+        # Vector loads, statements per element, updates, and vector stores are emitted in this order.
         self.begin: list[str] = []
         self.lines: list[str] = []
-        self.adds: list[str] = []  # updates of accumulators and of vectors that are stored later
+        self.adds: list[str] = []  # updates of accumulators and of local vectors
         self.stores: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
@@ -62,14 +60,14 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because overflow of a signed
-        operator is undefined in C++."""
+        """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because C++ does not define the
+        overflow of its operators."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
-        """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
-        # The transposed result is the last one, because the enclosing lambda returns this result.
+        """Stores results at the end of the section. All loads are before the first store, because a result may alias an input."""
+        # The transposed result is last, because the enclosing lambda returns it.
         ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
@@ -106,7 +104,7 @@ class Section:
         return self.taken()
 
     def give_back(self, name: str, element: str, value: str) -> None:
-        """Makes the enclosing lambda return a vector of elements at the end of the section."""
+        """Makes the enclosing lambda return a vector of elements."""
         if not self.is_wide:
             self.stores.append(f"return hw::Values<{element}, 1>{{{value}}};")
             return
@@ -119,11 +117,11 @@ class Section:
         return self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"chunk of {name}")
 
     def is_held(self, name: str) -> bool:
-        """True if this section reads a computed value from a row in registers."""
+        """True if this section reads a computed value from registers."""
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update at the indices that operands contain, if this rank has the row."""
+        """Stores an element of an update if this rank has the row. Operands contain the indices of the element."""
         _, update, *bounds = op.tensors
         kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -144,12 +142,15 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type. This is the expression, if the value is used once and the expression is short or assigned to
-        a variable. Otherwise this is a local variable, which the first use declares."""
+        """C++ of a value in its compute type: an expression or a local variable.
+
+        An expression is used if it is short or assigned to a variable, and has one use. The first use of a local variable declares the
+        variable.
+        """
         if self.outer and name in self.hoisted:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            path = [(name, self.operands(name))]  # a loop, because a chain of ops may exceed Python's recursion limit
+            path = [(name, self.operands(name))]  # A loop avoids deep recursion: a chain of ops may exceed Python's recursion limit.
             while path:
                 at, rest = path[-1]
                 if below := next((operand for operand in rest if operand not in self.texts), None):
@@ -172,10 +173,10 @@ class Section:
         return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text
 
     def operands(self, name: str) -> Iterator[str]:
-        """Yields the operands that this scope must compute before a value."""
+        """Operands that this scope must compute before the value."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
-            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands
+            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `index_of` and `moved_element` read the other operands.
             yield from (o for o in tensors if not self.outer or o not in self.hoisted)
 
     def is_local(self, result: str) -> bool:
@@ -187,7 +188,7 @@ class Section:
         return local
 
     def element(self, name: str, in_f32: bool = False) -> str:
-        """C++ of an input's element, from memory or a loaded vector. With `in_f32`, floats of at most 16 bits are converted."""
+        """C++ of an input's element, from memory or from a loaded vector. With `in_f32`, converts floats of at most 16 bits."""
         loops, pointer, dtype = self.kernel.loops, self.kernel.pointers[name], self.kernel.types[name].dtype
         in_f32 = in_f32 and _is_small_float(dtype)
         if not self.is_wide or name not in self.kernel.ir.packed:
@@ -208,8 +209,7 @@ class Section:
         return local
 
     def local(self, name: str) -> str:
-        """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector or of
-        its accumulators."""
+        """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector."""
         kernel, lane = self.kernel, self.kernel.loops.lane
         access = stored(name) if name in kernel.results else name
         if self.is_wide and (access in kernel.ir.packed or (name in kernel.totals and kernel.ir.has_wide_totals)):
@@ -231,7 +231,7 @@ class Section:
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
-        if _is_small_float(dtype):  # 8-bit and 16-bit floats are f32 in registers; only an explicit cast rounds them
+        if _is_small_float(dtype):  # Small floats are f32 in registers. Only an explicit cast rounds them.
             text = text if compute_type(computed) == "float" else f"float({text})"
             return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
@@ -251,21 +251,21 @@ class Section:
         return _converted(text, computed, stored_as)
 
     def is_moved(self, op: Op) -> bool:
-        """True if an op only moves elements of inputs, without computing."""
+        """True if an op moves elements of inputs and computes nothing."""
         is_same = self.is_same(op) or bool(OPS[op.kind].parts)
         return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or OPS[op.kind].gathers
 
     def is_rounded_by_store(self, result: str) -> bool:
-        """True for vectors of computed 8-bit floats. The store then rounds two floats in one instruction."""
+        """True for vectors of computed 8-bit floats. Their store rounds two floats in one instruction."""
         dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
         is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:
-        """True if an op returns an element of the operand unchanged: the op only moves elements, or reduces a dim of size 1."""
+        """True if each element of the result equals an element of the operand, as in a reduction of a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        if op == self.kernel.kernel.exchanges:  # an element that is read from hw::Terms already is the sum
+        if op == self.kernel.kernel.exchanges:  # hw::Terms delivers the sum.
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
@@ -280,7 +280,7 @@ class Section:
             index = self.kernel.loops.offset(op.result.name)
             if op[OFFSET] != ZERO:
                 index = f"{self.kernel.loops.integers.first_factor(op[OFFSET])} + {index}"
-            is_cast = dtype == i32 or isinstance(index, Word)  # a cast to 32 bits adds parentheses, and a Word needs none
+            is_cast = dtype == i32 or isinstance(index, Word)  # A cast to 32 bits adds parentheses. A Word needs none.
             return index if is_cast else f"({index})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
@@ -305,8 +305,10 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
-        """C++ of an element of a concat or pad, in the compute type, or in the storage type if `is_moved`. Emits one branch per operand. A
-        vector never spans two operands."""
+        """C++ of an element of a concat or pad. Its type is the storage type if `is_moved`, otherwise the compute type.
+
+        Each operand has a branch. A vector never spans two operands.
+        """
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
@@ -317,14 +319,14 @@ class Section:
         if VALUE in OPS[op.kind].attributes:
             literal = number(op[VALUE], dtype)
             branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
-        else:  # conditions on upper bounds suffice, because each operand begins where the previous one ends
+        else:  # Upper bounds suffice, because each operand begins at the end of the one before.
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
             branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
         is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
         if is_read and not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
             return "".join(f"{condition} ? {value} : " if condition else value for condition, _, value in branches)
         name = op.result.name
-        if name in kernel.results:  # a vector in the compute type is converted to another vector before the store
+        if name in kernel.results:  # The store converts a vector of the compute type to another vector.
             name = kernel.indexed(name, stored(name)) if is_moved or not self.is_wide else f"{name}_values"
         local, type = Word(kernel.names.of(name, "joined")), dtype.cpp if is_moved else compute_type(dtype)
         into = self.begin if self.is_wide else self.lines
@@ -336,7 +338,7 @@ class Section:
         return Lane(local, kernel.loops.lane) if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
-        """Declares a local variable with the prepared last operand of an op, such as a divisor and its reciprocal."""
+        """Declares a local variable with a prepared form of the last operand, such as a divisor and its reciprocal."""
         name = op.tensors[-1]
         if (key := f"{name} prepared") not in self.texts:
             self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
@@ -345,7 +347,7 @@ class Section:
         return self.texts[key]
 
     def index_of(self, op: Op) -> tuple[str, str]:
-        """Index at which a gathering op reads the operand, and the C++ condition that this rank has the index. The condition is "" if the
+        """Index at which a gathering op reads its operand, and the C++ condition that this rank has the index. The condition is "" if the
         rank has all rows."""
         if self.outer and not self.is_around and not self.kernel.ir.moves_inside(op):
             return self.outer.index_of(op)
@@ -360,7 +362,7 @@ class Section:
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")
 
     def number_in_order(self, op: Op) -> str:
-        """Declares a local variable with the index along the axis. In the second half of a zigzag order the index decreases."""
+        """Declares a local variable with the index along the axis. In zigzag order, the index decreases in the second half."""
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "index"), self.kernel.lane_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
@@ -368,13 +370,14 @@ class Section:
         return local
 
     def taken_at(self, op: Op) -> str:
-        """C++ of a gathered element in the compute type. The value is 0 if this rank does not have the element."""
+        """C++ of a gathered element in the compute type. The value is 0 if another rank has the element."""
         (element, held), dtype = self.moved_element(op), op.result.type.dtype
         element = f"float({element})" if _is_small_float(dtype) else element
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has it. A vector load if all elements of a vector have one index."""
+        """C++ of a gathered element, and the condition that this rank has it. Loads a vector if all elements of the vector have one
+        index."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)
@@ -388,14 +391,14 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def is_total(self, op: Op) -> bool:
-        """True if the value of an op is an accumulator, without conversion or division."""
+        """True if the value of an op is an accumulator without conversion or division."""
         combine = OPS[op.kind].combine
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
     def total(self, op: Op) -> tuple[str, DType]:
         """C++ of a reduction's result, and the dtype of its accumulator."""
         source = self.kernel.types[op.tensors[0]].dtype
-        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # without an accumulator, one element is reduced
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # A reduction of one element has no accumulator.
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
@@ -415,7 +418,7 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return f"hw::to_f32({value})"
     if computed.kind == "float" and dtype.kind in ("int", "uint"):
         return f"hw::to_int<{dtype.cpp}>({value})"
-    return f"{dtype.cpp}({value})"  # converts back from int, to which C++ promotes narrow integers
+    return f"{dtype.cpp}({value})"  # C++ promotes narrow integers to int.
 
 
 def _is_small_float(dtype: DType) -> bool:

@@ -1,4 +1,4 @@
-"""Builder of host programs: makes names unique, infers types of views, nests bodies, omits identity views, and reuses equal views."""
+"""Builder of host programs. Names become unique. Identity views are omitted, and equal views are reused."""
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +17,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Scope:
-    """A body under construction, and the views that are defined in it. Views of the current `on` body are kept separately."""
+    """A body under construction, and the views that it defines. The views of the current `on` body are separate."""
 
     def __init__(self) -> None:
         self.instructions: list[tree.Instruction] = []
@@ -27,7 +27,7 @@ class _Scope:
         self.integers: list[str] = []
 
     def move_to(self, mesh: Mesh | None) -> None:
-        """Sets the ranks that execute the next instructions. Views of the previous `on` body go out of scope."""
+        """Sets the ranks that execute the next instructions. Views of the previous `on` body are no longer visible."""
         if mesh != self.mesh:
             self.mesh, self.views_on_mesh = mesh, {}
 
@@ -38,22 +38,20 @@ class Builder:
         self.transports = transports  # in order of preference; a channel gets the first transport that supports its instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
-        self.location: Location | None = None  # source location of the op that is being lowered
-        self.mesh: Mesh | None = None  # if set, instructions are emitted into `on` bodies of this mesh
-        self.hoists_views = True  # views may be emitted before the outermost loop; False in a loop that several meshes execute
-        # copies after the asynchronous communication that is being emitted; the next communication need not wait for these copies
+        self.location: Location | None = None  # location of the op that is being lowered
+        self.mesh: Mesh | None = None  # mesh of the current `on` body
+        self.hoists_views = True  # False in a loop that several meshes execute: views must not move before the loop
+        # Copies after the current asynchronous communication. The next communication need not wait for them.
         self.aside: list[tree.Instruction] | None = None
-        # sums of terms of the asynchronous communication; emitted later, these sums can fuse with the kernel that reads them
+        # Sums of terms of the current asynchronous communication. If they are emitted later, they can fuse with the kernel that reads them.
         self.sums: list[Callable[[], None]] | None = None
         self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # permuted view -> its source and order
-        self._view_of: dict[str, ir.View] = {}  # definition of every view
+        self._view_of: dict[str, ir.View] = {}
         self._windows: set[str] = set()
-
-    # --- names and bodies ---
 
     def name(self, wanted: str) -> str:
         """Returns `wanted`, with a number appended if the name is taken."""
@@ -64,7 +62,7 @@ class Builder:
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Name of the index of a loop in the current body: i, in nested loops j, k, l, then i_2 and so on."""
+        """Index of a loop in the current body: i, in nested loops j, k, l, then i_2 and so on."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._used_names), "i")))
         return self._indices[self._depth]
@@ -76,18 +74,18 @@ class Builder:
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
     def issued(self) -> Iterator[tree.Instruction]:
-        """Instructions of the current body that do work at run time, the latest first."""
+        """Instructions of the current body that do work at run time, latest first."""
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result the current body does not read, or adds the copy to `aside` if that is a list."""
+        """Emits a copy whose result the current body does not read. If `aside` is a list, appends the copy to it instead."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms by calling `emit`, or adds `emit` to `sums` if that is a list."""
+        """Calls `emit`, which emits a sum of terms. If `sums` is a list, appends `emit` to it instead."""
         if self.sums is None:
             emit()
         else:
@@ -101,14 +99,14 @@ class Builder:
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Prefers a transport for the instructions emitted in this context. "" keeps the present order of preference."""
+        """Prefers a transport inside the `with` block. "" changes nothing."""
         outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
         self.transports = outer
 
     @contextmanager
     def nested(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into a new body. The caller attaches the body to an instruction."""
+        """Emits into a new body, which the caller attaches to an instruction."""
         self._scopes[-1].move_to(self.mesh)
         self._scopes.append(_Scope())
         yield self._scopes[-1].instructions
@@ -116,14 +114,14 @@ class Builder:
 
     @contextmanager
     def inside(self, made_of: Callable[[tree.Body], tree.Instruction]) -> Iterator[None]:
-        """Emits into a new body. At the end, emits the instruction that `made_of` makes from the body."""
+        """Emits into a new body, then emits the instruction that `made_of` makes from the body."""
         with self.nested() as body:
             yield
         self.emit(made_of(tuple(body)))
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into the body of a loop. The names of its `let` integers may be reused after the loop."""
+        """Emits into the body of a loop. Names of its `let` integers may be reused after the loop."""
         self._depth += 1
         with self.nested() as body:
             yield body
@@ -146,17 +144,14 @@ class Builder:
         self._scopes = scopes
 
     def hoisted(self) -> AbstractContextManager[None]:
-        """Emits into the outermost body if views may be hoisted, otherwise into the current body."""
         return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
-        """All emitted instructions except unused views."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
     @property
     def present_mesh(self) -> Mesh:
-        """Mesh of the ranks that execute the next instructions."""
         return self.mesh or self._program
 
     def carrying(self, *needs: Set[str]) -> Transport:
@@ -166,12 +161,12 @@ class Builder:
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of the channel of the current mesh along `axes`, on a transport that supports the instructions `needs`."""
+        """Channel of the current mesh along `axes`, on a transport that supports `needs`."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
-        """Name of the channel of all ranks. A rank's index in the process group is the rank's number in the program."""
+        """Channel of all ranks. The index of a rank in the process group is its number in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -182,8 +177,6 @@ class Builder:
             found = unique_name(along if mesh == self._program else f"{along}_of_{mesh.label}", self._channels)
             self._channels[found] = ir.Channel(found, *wanted)
         return found
-
-    # --- buffers and views ---
 
     def parameter(self, name: str, type: BufferType, in_window: bool = False) -> str:
         name = self.name(name)
@@ -196,7 +189,7 @@ class Builder:
             return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
-        """Allocates memory whose scope is the current body."""
+        """Allocates memory in the current body."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape), in_window=True)
         self.emit(ir.Allocate(name, self.types[name]))
         return name
@@ -245,7 +238,7 @@ class Builder:
             return src
         shape = self.types[src].shape
         longer = [i for i in order if shape[i] != Size()]
-        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 move
+        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # Only dims of size 1 move.
         permuted_shape = tuple(shape[i] for i in order)
         name = self._view(ir.Reshape("", src, permuted_shape) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
@@ -266,7 +259,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The contiguous buffer that the view `name` shows completely, or `name` itself."""
+        """The contiguous buffer whose elements the view `name` shows completely, or `name` itself."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -275,7 +268,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access the memory. Always true for allocations, because `with_windows` moves them to windows if needed."""
+        """True if peers can access the memory. True for every allocation, because `with_windows` moves it to a window if needed."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:
@@ -310,7 +303,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh, and inlines `on` bodies for `mesh`, the mesh of the enclosing body."""
+    """Merges consecutive `on` bodies of one mesh. `mesh` is the mesh of the enclosing body: inlines its `on` bodies."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

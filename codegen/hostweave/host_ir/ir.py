@@ -1,9 +1,9 @@
-"""The host IR: the operations that the host of one rank enqueues, in order. All ranks share one program; the rank number is a run-time
-value.
+"""The host IR: the operations that the host of one rank enqueues, in order.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax` line. The roles of an instruction's fields say which buffers the
-instruction defines, reads, writes or frees. Most analyses and passes use only these roles and the traits of the class, so they need no
-change for a new instruction. An instruction outside of all `stream` blocks runs on the caller's stream.
+All ranks share one program. The rank number is a run-time value. An instruction outside of all `stream` blocks runs on the caller's stream.
+
+Each instruction is a dataclass. Printer and parser follow its `syntax`. The roles of its fields say which buffers the instruction defines,
+reads, writes or frees. Most analyses and passes use only roles and traits, so a new instruction does not change them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
-MAX_WORDS = 3  # largest number of op names in a kernel's name
-MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
+MAX_WORDS = 3  # most op names in the name of a kernel
+MAX_CHARACTERS = 48  # most characters of result names in the name of a kernel
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output, with its global type. The tensor of a rank has the type `HostProgram.local_type`. For an output, `memory` is the
-    donated input that the output overwrites, or "". If `in_window`, peers can access the parameter."""
+    """An input or output. `type` is the global type.
+
+    `memory` is the donated input that the output overwrites, or "". If `in_window`, peers can access the parameter.
+    """
 
     name: str
     type: TensorType
@@ -56,14 +58,14 @@ class Parameter:
 class Kernel:
     """A generated kernel of ops on local tensors, such as pointwise ops and reductions.
 
-    `ends` is the reason why the kernel is not fused with the consumers of its results, or "". `receivers` is the number of ranks to which
-    the kernel itself sends blocks of its only result. If the kernel sends no blocks, `receivers` is 0.
+    `ends` is the reason why the kernel is not fused with the consumers of its results. `receivers` is the number of ranks to which the
+    kernel sends blocks of its only result.
     """
 
     name: str
     inputs: tuple[Parameter, ...]
     ops: tuple[Op, ...]
-    returned: tuple[str, ...] = ()  # names of the results; empty if the value of the last op is the only result
+    returned: tuple[str, ...] = ()  # names of the results; if empty, the last op computes the only result
     ends: str = field(default="", compare=False)
     receivers: int = 0
 
@@ -81,12 +83,12 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The collective that the kernel computes together with the kernels of other ranks. None for other kernels."""
+        """The collective that the kernel computes together with the kernels of other ranks, or None."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
     def delivered(self) -> BufferType:
-        """Type of the collective's result."""
+        """Type of the result of the collective."""
         first = self.inputs[0].type
         return BufferType(first.dtype, first.shape)
 
@@ -96,15 +98,15 @@ class Kernel:
 
     @property
     def is_local(self) -> bool:
-        """True if an attribute of an op depends on the position of the rank's shard in the global tensor."""
+        """True if an attribute of an op depends on the position of the rank's shard."""
         return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
     def descriptive_name(self) -> str:
-        """Name made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
+        """Name that is made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        A kernel that updates its operand in place is named after the operand. The name omits iota, and ops whose result is named after the
-        op, such as `multiply_y`. If the names of the results are long, only the last result is named.
+        The name omits iota. It also omits an op if the name of its result begins with the op, such as `multiply_y`. If the result names are
+        long, the name has only the last one. A kernel that updates its operand in place is named after the op and the operand.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -123,7 +125,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """A function that can be called several times. All calls use the same memory for its temporaries."""
+    """A function of the program. All calls use the same memory for temporaries."""
 
     name: str
     inputs: tuple[Parameter, ...]
@@ -136,18 +138,17 @@ class Channel:
     """A communicator with its transport. The ranks of a process group differ only along `axes` of `mesh`."""
 
     name: str
-    mesh: Mesh  # the program's mesh, or a mesh of a subset of its ranks
+    mesh: Mesh  # mesh of the program, or of a subset of its ranks
     axes: tuple[str, ...]
     transport: Transport
 
     @property
     def size(self) -> int:
-        """Number of ranks in a process group."""
         return self.mesh.size_of(self.axes)
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if communications of the channel must not overlap with communications of another such channel on the same device."""
+        """True if communications of the channel must not overlap with those of another such channel on the same device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
@@ -175,12 +176,12 @@ class Events:
     __str__ = Streams.__str__
 
 
-S = TypeVar("S")  # a program or a fusion
+S = TypeVar("S")
 P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorates an analysis of a program or a fusion, and caches the result in the program. Callers must not modify the result."""
+    """Decorator of an analysis of a program or a fusion. Caches the result in the program. Callers must not modify the result."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
@@ -206,7 +207,7 @@ class HostProgram:
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly: a rank holds `local(M, x)` of M, not `M/8`
     functions: tuple[Function, ...] = ()  # callees precede callers
     user_kernels: tuple[UserKernel, ...] = ()
-    choices: tuple[Choice, ...] = ()  # the compiler's choices for reshards
+    choices: tuple[Choice, ...] = ()  # choices of the compiler for reshards
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (self.inputs, self.outputs))
@@ -216,7 +217,7 @@ class HostProgram:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        """Text of the program: kernels, functions, then the main body, with one instruction per line."""
+        """Text of the program: kernels, functions, then the body, with one instruction per line."""
         lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
         lines += [line for kernel in self.kernels for line in kernel.lines()]
         for f in self.functions:
@@ -233,8 +234,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices, because their predicted times may differ. Programs with equal code share one build, and ranks may call
-        such programs together."""
+        """Text without choices, because their predicted times may differ. Programs with equal code share one build, and ranks may call them
+        together."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -242,7 +243,7 @@ class HostProgram:
     def parse(text: str) -> HostProgram:
         """Parses the text of a host program.
 
-        Raises ParseError with a line and column if the text is not valid.
+        Raises ParseError with the line and the column if the text is not valid.
         """
         from hostweave.host_ir.text import parse_host
 
@@ -251,13 +252,13 @@ class HostProgram:
     @property
     @analysis
     def arguments(self) -> tuple[Parameter, ...]:
-        """The tensors that a caller passes: inputs, with each parameter group replaced by its tensors."""
+        """Tensors that a caller passes: the inputs, with the tensors of each parameter group in place of the group."""
         return tuple(_one_by_one(self.inputs, {}))
 
     @property
     @analysis
     def results(self) -> tuple[Parameter, ...]:
-        """The tensors that a caller gets: outputs, with each parameter group replaced by its tensors."""
+        """Tensors that a caller gets: the outputs, with the tensors of each parameter group in place of the group."""
         return tuple(_one_by_one(self.outputs, {p.name: p.group.names for p in self.inputs if p.group}))
 
     @analysis
@@ -268,7 +269,7 @@ class HostProgram:
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes except the depths of parameter groups."""
+        """Names of the symbolic sizes, except the depths of parameter groups."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:
@@ -276,12 +277,12 @@ class HostProgram:
 
     @property
     def optional_transports(self) -> frozenset[Transport]:
-        """Transports of the program's channels that some machines cannot use."""
+        """Transports of the program that some machines cannot use."""
         return frozenset(channel.transport for channel in self.channels if channel.transport.is_optional)
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks may signal each other. Counts of signals then continue from call to call."""
+        """True if ranks may signal each other. The counts of signals continue from call to call."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property
@@ -300,7 +301,7 @@ class HostProgram:
 
     @analysis
     def symbols(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes in the inputs and outputs."""
+        """Names of the symbolic sizes of inputs and outputs."""
         shapes = [size for p in (*self.inputs, *self.outputs) for size in p.type.shape]
         return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
@@ -319,7 +320,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Names and local types of all parameters, buffers and views. A name may appear twice if sibling bodies define it."""
+    """Yields names and local types of all parameters, buffers and views. If two bodies define one name, the name appears twice."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):
@@ -330,5 +331,5 @@ def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
 
 @analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
-    """Local types of all parameters, buffers and views, by name."""
+    """Local types of all parameters, buffers and views."""
     return dict(defined_types(program))

@@ -15,12 +15,11 @@ from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
 
-MAX_SIZE = 2**48  # elements; more than any memory can hold
+MAX_SIZE = 2**48  # elements; no memory is so large
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Maps each factor of a size to the number that must divide the factor, so that dims and trip counts with a single factor are
-    integers."""
+    """Factor of a size -> number that must divide it, so that dims and trip counts with a single factor are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -42,16 +41,16 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Omits sizes without a negative
-    coefficient, because such sizes cannot be negative."""
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Sizes without a negative
+    coefficient are omitted."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
     for op, types_in_kernel in _ops(program):
-        if op.kind == "start":  # a dynamic slice needs at least one valid start
+        if op.kind == "start":  # A dynamic slice needs at least one valid start.
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
-        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have at least as many elements as the op keeps
+        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # The source must have at least as many elements as the op keeps.
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
@@ -64,7 +63,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Yields global sizes that reductions without an identity reduce, each with the reduction's kind. They must not be 0."""
+    """Global sizes that reductions without an identity reduce, each with the kind of the reduction. A call must not set them to 0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -76,14 +75,14 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of indices of the source before a partial view, and number after it. Empty for other instructions, and if the numbers depend
-    on the rank or a loop index."""
+    """Number of indices of the source before and after a partial view. Empty for other instructions, and if the numbers depend on the rank
+    or a loop index."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # not checked here; the compiler emits such a view only if the view fits
+        return ()  # The compiler emits such a view only if it fits.
     return (before, dim_size - before - extent)
 
 
@@ -109,12 +108,12 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """Error of a call with sizes that the compiler's chunk loops do not divide. Nothing was executed."""
+    """The compiler's chunk loops do not divide the sizes of the call. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols. Products and unknown sizes are not
-    checked. Shapes are global; `()` stands for an unknown shape."""
+    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols. Does not check products and unknown
+    sizes. Shapes are global. `()` stands for an unknown shape."""
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
@@ -123,7 +122,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Symbols, with their sizes, that break a requirement of divisibility: all symbols of the sum or product."""
+    """Symbols that break a requirement of divisibility, with their sizes. All symbols of a sum or product are included."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
@@ -133,7 +132,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Maps each symbol, sum of symbols, or product of these to the number that must divide its value."""
+    """Symbol, sum of symbols, or product of these -> number that must divide its value."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -144,7 +143,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if the compiler's chunk loops divide all symbols and sums of symbols. Products and unknown sizes are not checked."""
+    """True if the compiler's chunk loops divide all symbols and sums of symbols. Does not check products and unknown sizes."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -155,7 +154,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Maps each symbol or sum of symbols to the number that must divide its value. Empty unless the compiler chose chunk loops."""
+    """Symbol or sum of symbols -> number that must divide its value. Empty if the compiler chose no chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

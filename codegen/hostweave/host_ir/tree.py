@@ -1,7 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-The role of a field says what the instruction does with the buffer, event or other object that the field names. Traits are facts about the
-instruction itself.
+A field has a role. The role says how the instruction uses the buffer, the event or the other object that the field names.
 """
 
 import re
@@ -24,29 +23,30 @@ T = TypeVar("T")
 Kind = TypeVar("Kind", bound="Instruction")
 INDENT = "  "
 
-# Types of fields with a role. `names` returns the names in fields with a given role.
-Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
-Viewed = Annotated[str, "view"]  # name of a view that the instruction defines
+# Types of fields with a role.
+Allocated = Annotated[str, "allocate"]
+Viewed = Annotated[str, "view"]
 Index = Annotated[str, "index"]  # name of an integer that the instruction defines
 Read = Annotated[str, "read"]
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
 Update = Annotated[str, "update"]
-Alias = Annotated[str, "alias"]  # buffer that is named, but not accessed
-Freed = Annotated[str, "free"]  # memory that other buffers may reuse from now on
-Launched = Annotated[str, "launch"]  # kernel that is launched
-Called = Annotated[str, "call"]  # function that is called
+Alias = Annotated[str, "alias"]  # buffer whose elements the instruction does not access
+Freed = Annotated[str, "free"]  # memory that other buffers may reuse afterwards
+Launched = Annotated[str, "launch"]
+Called = Annotated[str, "call"]
 Forked = Annotated[str, "fork"]  # pool of streams
 Joined = Annotated[str, "join"]
-Stream = Annotated[str, "stream"]  # pool of the stream on which the body runs; the field `index` selects the stream
+Stream = Annotated[str, "stream"]  # pool of the stream that runs the body; the field `index` selects the stream
 Recorded = Annotated[str, "record"]  # pool of the event; the field `index` selects the event
 Awaited = Annotated[str, "wait"]
-RemoteRead = Annotated[str, "remote_read"]  # buffer in a peer's memory that is read
+RemoteRead = Annotated[str, "remote_read"]  # buffer in the memory of a peer
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that is not accessed, but whose accesses must not move across the instruction
+Guarded = Annotated[str, "guard"]  # buffer that is not accessed; accesses to the buffer must not move across the instruction
 
-# Roles that a role implies. An access to a peer's buffer counts as an access to the local buffer, because all ranks run the same program.
+# Maps a role to the roles that it implies. An access to a peer's buffer counts as an access to the local buffer, because all ranks run the
+# same program.
 INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),
@@ -56,70 +56,71 @@ INCLUDED = {
     "view": ("define",),
     "free": ("alias",),
 }
-NAMED = ("define", "index", "read", "write", "alias")  # roles that name buffers and indices
+NAMED = ("define", "index", "read", "write", "alias")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of the host IR. Class variables and properties are its traits."""
+    """An instruction of the host IR. Class variables and properties describe the kind of instruction."""
 
-    syntax: ClassVar[str] = ""  # text format; a field with its default is omitted, together with the words before it
-    calls: ClassVar[bool] = True  # False if the instruction only defines a name of memory or of an integer
-    shows: ClassVar[str] = ""  # for a view of all elements: "in order" if the view keeps their order, otherwise "all"
-    copies: ClassVar[bool] = False  # True for a copy, which can be removed if src and dst are the same memory
-    work: ClassVar[str] = ""  # local work on a stream: "compute", or "move" for copies and fills
-    orders: ClassVar[bool] = False  # True if no work may move across the instruction, because it orders streams or measures time
-    marks: ClassVar[bool] = False  # True if the instruction records the time at which a stream reaches it
-    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if log-sum-exps are written, "takes" if they are read
-    grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
+    syntax: ClassVar[str] = ""  # text format; the text omits a field with its default value, together with the words before the field
+    calls: ClassVar[bool] = True  # False if the instruction only defines a name
+    shows: ClassVar[str] = ""  # "in order" for a view that shows all elements in their order; "all" if the view changes the order
+    copies: ClassVar[bool] = False  # True if the instruction can be removed when src and dst are the same memory
+    work: ClassVar[str] = ""  # "compute", or "move" for copies and fills; "" if the instruction does no local work
+    orders: ClassVar[bool] = False  # True if no work may move across the instruction
+    marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches it
+    log_sum_exps: ClassVar[str] = ""  # "gives" if the field `lse` is written, "takes" if it is read
+    grouped: ClassVar[bool] = False  # True if the body's sends and recvs are posted as a group
     # kind of communication: send, recv, collective, signal, wait_signal or get
     posts: ClassVar[str] = ""
     exchanges: ClassVar[bool] = False  # True if the launched kernel exchanges data with kernels of other ranks
     in_window: ClassVar[bool] = False  # True if peers access the allocated memory
-    at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
-    not_at_root: ClassVar[str] = ""  # field of the buffer that only ranks other than the root use
-    # operand that may be in the same memory as dst: "src", "accumulate", or "block of src" for this rank's block of src. With "block of
-    # dst", src may be this rank's block of dst.
+    at_root: ClassVar[str] = ""  # field of a buffer that only the root of a collective uses
+    not_at_root: ClassVar[str] = ""  # field of a buffer that all ranks except the root use
+    # Operand that may be in the memory of dst: "src", "accumulate", or "block of src" for this rank's block of src. For "block of dst", src
+    # may be this rank's block of dst.
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    # traits that depend on fields
-
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Libraries that a program with this instruction links, in addition to those of every program."""
+        """Libraries that this instruction needs in addition to those of every program."""
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that the instruction defines. Raises ValueError if a view is not possible."""
+        """Types of the buffers and views that the instruction defines.
+
+        Raises ValueError if a view is not possible.
+        """
         return {}
 
     @property
     def span(self) -> tuple[int, Expr, Size] | None:
-        """For a view of some indices of a dim: the dim, the first index and the extent. None for other instructions."""
+        """(dim, first index, extent) of a view of a part of a dim. None for other instructions."""
         return None
 
     def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
-        """For a view of one of several equal chunks: the dim, the chunk's index and the number of chunks. None for other instructions."""
+        """(dim, index of the chunk, number of chunks) of a view of one of several equal chunks. None for other instructions."""
         return None
 
     @property
     def chosen_by(self) -> Expr | None:
-        """For a view with two sources: the condition that selects the first source. None for other instructions."""
+        """Condition that selects the first of two sources of a view. None for other instructions."""
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Returns the entries of `readers` that belong to the ranks from which a rank receives data."""
+        """Entries of `readers` that belong to ranks from which this rank receives data."""
         return readers
 
     @property
     def packed(self) -> Cuts:
-        """For a pack or unpack: the cuts of the tensor whose blocks are packed. Empty for other instructions."""
+        """Cuts of the tensor that a pack or an unpack handles. Empty for other instructions."""
         return ()
 
     @property
     def ranks(self) -> Mesh | None:
-        """Mesh of an `on` body. Only the ranks of this mesh execute the body. None for other instructions."""
+        """Mesh of an `on` body. Other ranks skip the body. None for other instructions."""
         return None
 
     @property
@@ -128,7 +129,7 @@ class Instruction:
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """Condition under which the first body of a branch runs. None for other instructions."""
+        """Condition of a branch. None for other instructions."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
@@ -173,7 +174,7 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """Splits `syntax` into pairs: literal text, and the field after this text, or "" at the end."""
+    """Pairs of literal text and the field after the text. The last field may be ""."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
@@ -195,7 +196,7 @@ def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, .
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """Names in the fields with a wanted role, or with a role that implies a wanted role."""
+    """Names in all fields with a wanted role, or with a role that implies a wanted role."""
     if not (fields := _fields_of(type(instruction), wanted)):
         return ()
     found: list[str] = []
@@ -206,7 +207,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
-    """Renames objects in the fields with a wanted role."""
+    """Renames objects in all fields with a wanted role."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
@@ -215,7 +216,7 @@ def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Renames objects. `new` maps an index in the result of `names` to the new name."""
+    """Renames the object at index `i` of the result of `names` to `new[i]`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -225,11 +226,11 @@ def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str
     return replace(instruction, **changed)
 
 
-Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the index in the pool
+Slot = tuple[str, Expr]  # a stream or an event: the name of its pool, and its index in the pool
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream or event in a field with this role, such as the recorded event. None if the instruction has no such field."""
+    """Stream or event in the field with this role. None if the instruction has no such field."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -253,14 +254,15 @@ def bodies(instruction: Instruction) -> tuple[Body, ...]:
 
 
 def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
-    """Applies `change` to each body. Returns the instruction itself if no body changes."""
+    """Applies `change` to each body. Returns `instruction` itself if no body changes."""
     if not (names := _body_fields(type(instruction))):
         return instruction
     return replaced(instruction, **{name: change(getattr(instruction, name)) for name in names})
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges consecutive instructions for which `of` returns the same value, except None. By default, merges `on` bodies of one mesh."""
+    """Merges consecutive instructions for which `of` returns the same value, unless this value is false. By default, merges `on` bodies of
+    one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):
@@ -272,7 +274,7 @@ def together(instructions: Iterable[Instruction], of: Callable[[Instruction], ob
 
 
 def walk(body: Body) -> Iterator[Instruction]:
-    """All instructions in program order. An instruction precedes those in its body."""
+    """Yields all instructions in program order. An instruction precedes the instructions of its body."""
     for instruction in body:
         yield instruction
         for name in _body_fields(type(instruction)):
@@ -280,16 +282,16 @@ def walk(body: Body) -> Iterator[Instruction]:
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
-    """Entry of a table for an instruction class, or for its nearest base class."""
+    """Entry of a class in a table. Falls back to the nearest base class."""
     return next(table[base] for base in kind.__mro__ if base in table)
 
 
-Outcome = Instruction | Body | None  # result of a rule: None keeps the instruction, () deletes it, and other results replace it
+Outcome = Instruction | Body | None  # None keeps the instruction, () deletes the instruction, and other results replace the instruction
 Edits = Mapping[int, Instruction | Body]  # maps an instruction's index in `walk` to its replacement
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, those in bodies first. Returns `body` itself if nothing changes."""
+    """Applies `rule` to every instruction. Instructions in bodies are first. Returns `body` itself if nothing changes."""
     result: list[Instruction] = []
     for old in body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))
@@ -299,8 +301,12 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces instructions, given by their index in `walk`. A replacement may contain the old instruction, whose body is then edited too.
-    Raises KeyError for an edit that would have no effect."""
+    """Replaces instructions. `edits` maps an index in `walk` to the replacement.
+
+    A replacement may contain the old instruction. Edits in the body of the old instruction then apply too.
+
+    Raises KeyError for an edit that would have no effect.
+    """
     walked = 0
 
     def after(body: Body) -> Body:
@@ -322,7 +328,7 @@ def edited(body: Body, edits: Edits) -> Body:
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
-    """Removes instructions that only define names with these roles, if no instruction uses the names."""
+    """Removes each instruction that does nothing but define unused names with these roles."""
     while True:
         used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
         if "index" in roles:
@@ -339,8 +345,10 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 
 class AliasRoots:
-    """Alias roots of the names that a walk has visited so far: the parameters or allocations that contain the memory of a view. A `choose`
-    may have several roots. If sibling bodies define a name twice, the last definition counts."""
+    """Parameters and allocations that contain the memory of each name that a walk has visited.
+
+    A `choose` may have several roots. If two bodies define the same name, the last definition counts.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source
@@ -358,11 +366,10 @@ class AliasRoots:
         self._sources[name], self._roots[name] = source, self.all_of(source)
 
     def source(self, name: str) -> str | None:
-        """First source of a view. None for a parameter or an allocation."""
+        """First source of a view. None for parameters and allocations."""
         return self._sources.get(name)
 
     def of(self, name: str) -> str:
-        """First alias root of a name."""
         while name in self._sources:
             name = self._sources[name]
         return name

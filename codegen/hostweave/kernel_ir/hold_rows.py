@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold rows in registers. A row is held if several walks (loop nests) use the row, or if
-threads can load the row before a reduction that precedes its use.
+"""Splits rows evenly over threads, which hold rows in registers. A row is held if several loop nests (walks) use it. A row is also held if
+threads can load it before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -11,13 +11,13 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold few accesses, the kernel may state a minimum number of blocks per multiprocessor. The C++ compiler then leaves registers for
-these blocks. A block then loads rows while another block waits for a reduction.
+If threads hold few elements, the kernel may state a minimum number of blocks per multiprocessor. The C++ compiler then leaves registers for
+these blocks. One block loads rows while another block waits for a reduction.
 
-In a kernel with a collective, latency dominates, so each thread makes one access if possible. The blocks of a cluster then share a long
+In a kernel with a collective, latency dominates. Each thread then makes one access if possible, and the blocks of a cluster share a long
 row.
 
-A value that several walks use is computed once and held, if the value is expensive or rounded.
+A value that several walks use is computed once and held if it is expensive or rounded.
 """
 
 import itertools
@@ -31,24 +31,23 @@ from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW
 from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
-WARP = 32  # threads
-ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # instead of ROW_THREADS, if threads hold computed values, which need more registers
-LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
-LINE = 8  # preferred least number of threads that share a row, because 8 accesses of 16 bytes read 128 bytes
-BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
+WARP = 32
+ROW_THREADS = 512  # most threads that share a row of known length
+MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
+LANES = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp then has several rows
+LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
+BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and most threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
-HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
+HELD = 20  # most accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
-FEW_HELD, FEW_INPUTS = 16, 12  # largest number of held accesses that counts as few: with computed values, and with inputs only
-LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of large blocks per multiprocessor
-HELD_ROWS = 5  # largest number of held rows of unknown length; a row counts once per access of a vector
-LATE_BYTES = 16 << 10  # largest total size, in bytes, of rows that are held only to load them early
-EXPENSIVE = 16  # least cost per element of an expensive value, in additions
+FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
+LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of such blocks per multiprocessor
+HELD_ROWS = 5  # most held rows of unknown length; a row counts once per access of a vector
+LATE_BYTES = 16 << 10  # largest sum of the bytes of rows that are held only for an early load
+EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the number of threads per row, and the rows that these threads hold."""
     if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
     shared = _shared(loops, ())
@@ -72,7 +71,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Expensive or rounded values that several walks compute. A conversion to a wider type is replaced by its operand, because each walk
+    """Expensive or rounded values that several walks compute. The operand of a conversion to a wider type replaces its result: each walk
     can repeat the conversion."""
     made = loops.kernel.made
     found, before = list[str](), set[str]()
@@ -95,8 +94,8 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """`roots`, and the values of the innermost loop on which `roots` depend, depth first. Excludes values in `computed`, and values that
-    only values in `computed` need."""
+    """`roots`, and the values of the innermost loop on which `roots` depend, depth first. Omits values in `computed`, and values that only
+    these need."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -108,12 +107,12 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands that the op reads at the loop's indices."""
+    """Operands that the op reads at the indices of the loop."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """Splits each row over threads, if that is possible. The threads hold the rows of `held`."""
+    """Splits each row over threads if possible. The threads hold the rows of `held`."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
@@ -130,7 +129,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of `accesses` vectors evenly, or 0. Each holds `held` accesses in registers."""
+    """Number of threads that share a row of `accesses` vectors evenly, or 0. Each thread holds `held` rows in registers."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

@@ -1,4 +1,4 @@
-"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision:
+"""Loop IR of a kernel, between its ops and its C++. Passes fill in the lines one by one:
 
 loops @normed {
   keep i in M
@@ -28,9 +28,9 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, DType, row_major
 
 ZERO, ONE = Size(0), Size()
-OUTERMOST = "outermost"  # symbol that replaces the outermost size
+OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. An element is an element of the result. A lane has all elements along the dim of a `Lane`.
+# Distributions of the iterations over threads. An element is one element of the result. A lane is all elements along one dim.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -48,8 +48,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """Size and stride of a dim that no loop covers, because an op accesses the dim at data-dependent indices, or needs all elements of the
-    dim at once."""
+    """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs all its elements at once."""
 
     size: Size
     stride: Size
@@ -57,17 +56,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class LoopDim:
-    """A loop over a dim: the size of the dim, and the stride of the loop index in each access (see `Loops`)."""
+    """A loop over a dim. `strides` has the stride of the loop index in each access of `Loops`."""
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # order of index letters
+    position: int = 0  # rank in the order of index letters
     indices: tuple[str, ...] = ()  # indices of the index space that this loop merges
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One loop nest over the reduced dims: the reductions that it computes, and the results that it stores."""
+    """One loop nest over the reduced dims."""
 
     reductions: tuple[Op, ...] = ()
     stores: tuple[str, ...] = ()
@@ -75,10 +74,11 @@ class Walk:
 
 @dataclass(frozen=True)
 class Loops:
-    """Loops over the dims that a kernel keeps and, inside of them, loop nests over the dims that it reduces.
+    """Loops over the kept dims of a kernel and, inside of them, loop nests over the reduced dims.
 
-    An access is an input, a result in memory (see `stored`), or an index. The access of an index has a name by `index_at`, or the name of
-    an iota or argmax. The offset of an access is a sum of loop indices times strides. OUTERMOST stands for the size `outer`.
+    An access is an input, a result in memory (see `stored`), or an index. `index_at` names the access of an index. The access of an iota or
+    argmax has the name of its op. The offset of an access is the sum of all loop indices times their strides. OUTERMOST stands for the size
+    `outer`.
     """
 
     kernel: ir.Kernel
@@ -91,16 +91,14 @@ class Loops:
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
-    threads: int = 0  # threads of a block or, in BY_SHORT_ROW, of a row; 0: not chosen
+    threads: int = 0  # threads of a block, in BY_SHORT_ROW of a row; 0 if no pass has chosen a number
     blocks: int = 1  # blocks of a cluster that share a row of known length
-    resident: int = 0  # number of blocks for which a multiprocessor must have registers; 0: not chosen
+    resident: int = 0  # number of blocks that must fit into the registers of a multiprocessor; 0 if no pass has chosen a number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs that are loaded, and values that are computed, outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if all indices of the launch fit
-
-    # --- facts of the ops ---
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -124,7 +122,6 @@ class Loops:
 
     @property
     def updates(self) -> bool:
-        """True if the kernel writes a part of an operand in place."""
         return any(OPS[op.kind].updates for op in self.kernel.ops)
 
     @property
@@ -147,8 +144,6 @@ class Loops:
     def held_bytes(self, name: str) -> int:
         return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize
 
-    # --- dims ---
-
     @property
     def dims(self) -> tuple[LoopDim, ...]:
         return (*self.kept, *self.reduced)
@@ -159,12 +154,11 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that is contiguous along the first dim if blocks transpose tiles, otherwise ""."""
+        """The result that is contiguous along the first dim, if blocks transpose tiles. Otherwise ""."""
         return next(access for access in self.stores if self.stride(access, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
     def packed(self) -> set[str]:
-        """Accesses that are contiguous along the vectorised dim."""
         return {access for access in self.memory if self.stride(access, self.along) == ONE}
 
     @property
@@ -173,7 +167,7 @@ class Loops:
 
     @property
     def has_wide_totals(self) -> bool:
-        """True if the reduction keeps the vectorised dim, so that each element of a vector has a separate accumulator."""
+        """True if the reduction keeps the vectorised dim. Each element of a vector then has its own accumulator."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
     @property
@@ -182,7 +176,8 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For lanes, that of an input, or of the result if threads share a lane."""
+        """Size of the innermost reduced dim, or None. For lanes, the size of an input's lane, or of the result's lane if threads share a
+        lane."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size
@@ -192,17 +187,17 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Writes a multiple of the outermost size as a multiple of OUTERMOST. Returns other sizes unchanged."""
+        """Replaces the outermost size by OUTERMOST in its multiples. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
     def is_linear(self, access: str) -> bool:
-        """True if the offset in an access equals the linear index of the kept dims."""
+        """True if the offset of an access equals the linear index of the kept dims."""
         return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that must be multiples of the vector width: the size of the vectorised dim, bounds of a concat's operands along this dim,
-        and strides of other dims and of lanes."""
+        """Sizes that the vector width must divide: the vectorised dim, the bounds of a concat's operands along this dim, and strides of
+        other dims and of lanes."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [lane.stride for access, lane in self.lanes.items() if access in self.packed]
@@ -211,18 +206,16 @@ class Loops:
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
 
     def taken_apart(self) -> list[int]:
-        """Positions of the kept dims whose indices must be computed from the linear index."""
+        """Positions of the kept dims whose indices are computed from the linear index."""
         if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
         scattered = [access for access in self.accesses if not self.is_linear(access)]
         return [i for i, dim in enumerate(self.kept) if any(self.stride(access, dim) != ZERO for access in scattered)]
 
-    # --- scopes ---
-
     def moves_inside(self, op: Op) -> bool:
-        """True if the position at which an op gathers differs between iterations of the innermost loop."""
+        """True if an op gathers from different positions in different iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        # an operand of a concat or pad is read only under a condition
+        # An operand of a concat or pad is read only under a condition.
         if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
             return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
@@ -235,10 +228,8 @@ class Loops:
 
     @property
     def outside_nests(self) -> tuple[str, ...]:
-        """Values of `outside` that are the same in all iterations of the loops over the reduced dims."""
+        """Values of `outside` that do not change in the loops over the reduced dims."""
         return tuple(name for name in self.outside if not self.space.is_whole(name))
-
-    # --- text ---
 
     def letters(self) -> dict[LoopDim, str]:
         order = sorted(self.dims, key=lambda dim: dim.position)
@@ -297,7 +288,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Name of the access of a result in memory. The name of the result alone is the value before the store."""
+    """Name of the access of a result in memory. The result's own name is the value before the store."""
     return f"{result} stored"
 
 
@@ -306,5 +297,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Name of the access of an index that decides which element an op reads."""
+    """Name of the access of an index that selects the element that an op reads."""
     return f"{op.result.name} {dim}"

@@ -1,4 +1,4 @@
-"""Predicts the time that each operation of a host program takes if it runs alone, and the engine that executes the operation."""
+"""Predicts the time of each operation of a host program that runs alone, and the engine that executes it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -17,20 +17,20 @@ from hostweave.tune.cost import ATTENTION_PEAK, AttentionWork, Product, grouped_
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds to record an event, or to wait for an event of another stream
+EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds of a record, or of a wait for an event of another stream
 FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two forks and two joins
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
-FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication that starts a call
-MAX_NETWORK_SORT = 2048  # maximum elements of a lane that one block sorts with a sorting network: hw::kSorted
+FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication at the start of a call
+MAX_NETWORK_SORT = 2048  # most elements of a lane that one block sorts with a sorting network: hw::kSorted
 SORT_STEP_SECONDS = 0.45e-6  # seconds per step of the sorting network
 RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer lane: fixed seconds, and seconds per element
-COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # ordering a lane by group: fixed seconds, and seconds per element
+COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # order of a lane by group: fixed seconds, and seconds per element
 BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that an operation takes alone, and the engine that executes the operation."""
+    """Time that an operation takes alone, and the engine that executes it."""
 
     seconds: float
     engine: str = ""  # "multiprocessors" (a fraction `share` of them), "kernels" (that communicate), "copies", or ""
@@ -57,8 +57,8 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch, corrected for ops that take longer than one access of each operand. A sort waits between its steps and occupies few
-    multiprocessors. `take` reads one row per index. Reads of a table that exceeds the cache go to memory in proportion to the excess."""
+    """Work of a launch, corrected for ops that take longer than one access of each operand. A sort waits between its steps and uses few
+    multiprocessors. `take` reads one row per index. If the table exceeds the cache, some of these reads go to memory."""
     types = kernel.types
 
     def bytes_of(name: str) -> int:
@@ -93,9 +93,6 @@ def _bytes_moved(operation: Operation) -> int:
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
 
 
-# --- on one rank ------------------------------------------------------------------------------------------------------
-
-
 def _nothing(operation: Operation, machine: Machine) -> Work:
     return Work(0.0)
 
@@ -107,7 +104,7 @@ def _kernel(operation: Operation, machine: Machine) -> Work:
 def _matmul(operation: Operation, machine: Machine) -> Work:
     i = operation.instruction
     a, b, dst = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.a, i.b, i.dst))  # type: ignore[attr-defined]
-    is_one = prod(b.shape[:-2]) == 1  # if all batches share one matrix, the rows of all batches form one matmul
+    is_one = prod(b.shape[:-2]) == 1  # If all batches share one matrix, their rows form one matmul.
     count, rows = (1, prod(dst.shape[:-1])) if is_one else (prod(dst.shape[:-2]), dst.shape[-2])
     product = Product(float(count), float(rows), float(a.shape[-1]), float(dst.shape[-1]), a.dtype, bool(i.precision))  # type: ignore[attr-defined]
     return Work(product.seconds(machine), "multiprocessors", product.share(machine))
@@ -125,15 +122,12 @@ def _attention(operation: Operation, machine: Machine, products: float = 2.0) ->
     q, k, v = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.q, i.k, i.v))
     rows, columns = q.shape[-2], min(k.shape[-2], i.window or k.shape[-2])
     is_causal = i.diagonal is not None and not i.window
-    if is_causal and isinstance(i.diagonal, Const):  # always constant in an operation
+    if is_causal and isinstance(i.diagonal, Const):  # True in every operation.
         columns = max(0, min(columns, rows + i.diagonal.value))
     speed = ATTENTION_PEAK / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
     width = float(q.shape[-1] + v.shape[-1])
     attention = AttentionWork(float(prod(q.shape[:-2])), float(rows), float(columns), width, is_causal, speed=speed, products=products)
     return Work(max(attention.seconds(machine), machine.launch + _bytes_moved(operation) / machine.memory), "multiprocessors")
-
-
-# --- between ranks ----------------------------------------------------------------------------------------------------
 
 
 def _collective(operation: Operation, machine: Machine) -> Work:
@@ -144,7 +138,7 @@ def _collective(operation: Operation, machine: Machine) -> Work:
     is_reduced = isinstance(operation.instruction, ir.Reduction) and not operation.instruction.blocks
     kind = "all_reduce" if is_reduced else "all_to_all" if operation.instruction.grouped else ""
     seconds = communication(machine, kind, ranks, size, machine.hosts_of(operation.process_group))
-    # a ring sends all blocks but one, and an all-reduce does so twice
+    # A ring sends all blocks but one. An all-reduce does so twice.
     return Work(seconds, "kernels", sent=(1 + is_reduced) * size * (ranks - 1) // ranks)
 
 
@@ -163,7 +157,7 @@ def _permute(operation: Operation, machine: Machine) -> Work:
 
 
 def _seconds_between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
-    """Seconds to move `size` bytes between two ranks, by the network if a peer is on another host."""
+    """Seconds to move `size` bytes between two ranks, over the network if a peer is on another host."""
     seconds = machine.link("collective", 2).seconds(size)
     ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
     return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds
@@ -178,7 +172,7 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Work of a group. Sends overlap with recvs, so the slower direction determines the time. Collectives run one after another."""
+    """Work of a group. Sends overlap with recvs, so the slower direction counts. Collectives run one after another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":
@@ -218,8 +212,8 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     **dict.fromkeys((ir.Group, ir.Routed), _group),
     ir.PointToPoint: _pair,
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
-    ir.OneSided: _nothing,  # all other one-sided instructions, such as signals, send no data
+    ir.OneSided: _nothing,  # Signals and waits send no data.
     **dict.fromkeys((ir.Record, ir.Wait), lambda operation, machine: Work(EVENT_SECONDS)),
-    # only the stream that waits takes time
+    # Only the waiting stream takes time.
     **dict.fromkeys((ir.Fork, ir.Join), lambda operation, machine: Work(FORK_SECONDS if operation.waits else 0.0)),
 }

@@ -1,12 +1,12 @@
-"""Timelines: the operations that every rank executes over time, and totals of computation, exposed communication and idle time."""
+"""Timelines: the operations of every rank over time, and totals of computation, exposed communication and idle time."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
-MAX_LINES = 16  # maximum number of ranks that the text lists
-CALLER = "caller"  # the stream of the caller
+MAX_LINES = 16  # most ranks that the text lists
+CALLER = "caller"
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
     `after` has the indices of events that must end before this event starts. `meets` has the indices of events that must start before this
-    event proceeds, including this event. For a collective, these are its events on all ranks.
+    event proceeds, such as the events of a collective on all ranks. It includes this event.
     """
 
     rank: int
@@ -36,13 +36,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one rank in a call, in microseconds, and the bytes that the rank sends to other ranks."""
+    """Totals of one rank in a call, in microseconds, and the bytes that it sends to other ranks."""
 
     rank: int
     busy: float  # time in which the rank computes
     communication: float  # time in which the rank communicates
     exposed: float  # time in which the rank communicates and does not compute
-    idle: float  # time in which the rank neither computes nor communicates
+    idle: float  # time in which the rank does neither
     sent: int
 
 
@@ -51,7 +51,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks in a call. `basis` names the source of the times.
+    """Events of all ranks in a call. `basis` states where the times come from.
 
     Example: `print(hw.compile(f).predict(sizes={"M": 8192, "K": 8192, "N": 7168}))`.
     """
@@ -104,17 +104,17 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the events on the critical path, in order. An event follows the event for which it waits longest."""
+        """Indices of the events on the critical path, in order. Each event is the one for which the next event waits longest."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
         while awaited := self._needed(path[-1], set(path)):
-            rank = self.events[path[-1]].rank  # if several events end at the same time, prefers one of the same rank
+            rank = self.events[path[-1]].rank  # If several events end at once, one on the same rank wins.
             path.append(max(awaited, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Indices of the events for which an event waits. Includes events on other ranks that delayed its collective or signal."""
+        """Indices of the events for which an event waits. Events on other ranks that delayed its collective or signal are included."""
         event = self.events[number]
         awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]

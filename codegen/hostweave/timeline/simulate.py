@@ -1,9 +1,9 @@
 """Simulates when the operations of all ranks start and end on a machine. Concurrent operations slow each other down.
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
-proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy,
-links evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`. Kernels that
-communicate are slower while the rank computes.
+proceeds after all its partners have started. Operations of one rank share multiprocessors in proportion to their occupancy, and links
+evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`. Kernels that communicate
+are slower while the rank computes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ class Rendezvous:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation and its progress."""
-
     operation: Operation
     work: Work
     after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before this one starts
     end_needed_by: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before the work of this task begins
+    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before this task begins its work
     completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for the start of this task
     missing_ends: int = 0
     missing_starts: int = 0
@@ -70,12 +68,12 @@ def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], mac
 def simulate(ranks: list[list[SimulatedTask]]) -> None:
     _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # the wait starts when its stream reaches it
+        if task.operation.instruction.posts == "wait_signal":  # The wait starts when its stream reaches it.
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Tasks of one rank. A task follows the last task of its stream, and the tasks that it waits for. A communication that may be
+    """Tasks of one rank. A task follows the last task of its stream, and the tasks for which it waits. A communication that may be
     serialised also follows the previous such communication."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
@@ -85,7 +83,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
     for operation in operations:
         work = work_behind(operation, machine, engine.get(operation.stream, ""))
         for name in tree.names(operation.instruction, "launch"):
-            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # a user kernel is not in `kernels`
+            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # A user kernel is not in `kernels`.
         if work.kind == COMMUNICATION and not has_met:
             late = 0.0 if any(engine.values()) else FIRST_ARRIVAL
             work, has_met = replace(work, seconds=work.seconds + late), True
@@ -115,7 +113,7 @@ def _add_match(matched: MatchedCommunications, task_of: dict[Operation, Simulate
     awaited: tuple[Operation, ...] = ()
     rendezvous: Rendezvous | None = None
     for part, task in zip(matched.parts, tasks, strict=True):
-        if rendezvous is None or matched.awaited(part) is not awaited:  # tasks that wait for the same operations share one object
+        if rendezvous is None or matched.awaited(part) is not awaited:  # Tasks that wait for the same operations share one object.
             awaited = matched.awaited(part)
             others = list(dict.fromkeys(task_of[other] for other in awaited))
             rendezvous = Rendezvous(others, [], len(others))
@@ -127,7 +125,7 @@ def _add_match(matched: MatchedCommunications, task_of: dict[Operation, Simulate
 
 
 class _Simulator:
-    """The simulated clock, and the running tasks of every rank."""
+    """Simulated clock, and running tasks of every rank."""
 
     def __init__(self, ranks: list[list[SimulatedTask]]):
         self.ranks = ranks
@@ -142,7 +140,7 @@ class _Simulator:
             end, _, task, rate = heapq.heappop(self.ends)
             if task.is_done or task.rate != rate or end < task.since:
                 continue
-            if (new_end := task.since + task.remaining / task.rate) > end + 1e-15:  # the rate of the task has decreased since
+            if (new_end := task.since + task.remaining / task.rate) > end + 1e-15:  # The task has become slower since.
                 self.push(new_end, task)
                 continue
             self.now = end
@@ -190,7 +188,7 @@ class _Simulator:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # less slowdown if the task leaves multiprocessors free
+                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # A small task is slowed down less.
             elif task.work.engine == "kernels":
                 ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))

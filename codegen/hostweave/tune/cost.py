@@ -1,9 +1,10 @@
-"""Cost model: predicts the time of ops and of their chunks on one rank, from the speeds of a machine.
+"""Cost model: predicts the time of ops and of their chunks on one rank.
 
-A matmul takes the time of its waves of tiles, or the time to read its operands and write its result, whichever is longer. Attention takes
-the time of its matmuls, or the time to read its operands and write its result, whichever is longer. Pointwise ops and reductions take the
-time to read their operands and write their results (Williams, Waterman and Patterson, "Roofline", 2009). `tune/overlaps.py` predicts chunk
-loops, and `communication/cost.py` predicts communication.
+- A matmul takes the time of its waves of tiles. If the memory traffic takes longer, the matmul takes the time of the memory traffic.
+- Attention takes the time of its matmuls, or of its memory traffic if that is longer.
+- Pointwise ops and reductions take the time of their memory traffic (Williams, Waterman and Patterson, "Roofline", 2009).
+
+`tune/overlaps.py` predicts chunk loops. `communication/cost.py` predicts communication.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from hostweave.types.size import product
 from hostweave.types.tensor import BufferType, DType
 from hostweave.types.zigzag import Zigzag
 
-# Tiles of a matmul's result: (rows, columns, speed relative to tiles of 128 x 256).
+# Tiles of a matmul's result: (rows, columns, speed relative to a tile of 128 x 256).
 TILES = (
     *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
-SPLITS = (1, 2, 4, 8)  # split-K: numbers of parts into which the inner dim may be split
-# Tiles of Hostweave's kernels for grouped matmuls: first the kernel with warpgroups, then the kernel for groups of few rows. The kernel for
-# outer products is slower, because it transposes the rows.
+SPLITS = (1, 2, 4, 8)  # split-K: possible numbers of parts of the inner dim
+# Tiles of Hostweave's kernels for grouped matmuls. The second tile is for groups of few rows. The kernel for outer products is slower,
+# because it transposes the rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATING_SHARE = 0.85  # fraction of the multiprocessors that reaches the full memory bandwidth
-MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
-MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, for which the kernel for few rows is used: hw::kMostWeights
-EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
-BLOCK_BANDWIDTH = 300e9  # bytes per second that a kernel sends to its peers in blocks
-PACKET_BANDWIDTH = 190e9  # bytes per second that a kernel sends to its peers in packets; half of the bytes are payload
-ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that cuDNN reaches; kernels without tensor cores take 32 times as long
-ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
+SATURATING_SHARE = 0.85  # fraction of the multiprocessors that saturates the memory
+MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel
+MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, that the kernel for few rows accepts: hw::kMostWeights
+EXCHANGE_SECONDS = 5.5e-6  # time until a kernel has received the first data of its peers
+BLOCK_BANDWIDTH = 300e9  # bytes per second from a kernel to its peers, in blocks
+PACKET_BANDWIDTH = 190e9  # bytes per second from a kernel to its peers, in packets; half of the bytes are payload
+ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that cuDNN reaches
+ATTENTION_ROWS = 128  # rows of a head in one thread block
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask t
 
 @dataclass(frozen=True)
 class Product:
-    """The local matmul of one rank: `count` products of [rows, inner] and [inner, columns]."""
+    """The matmul of one rank: `count` products of [rows, inner] and [inner, columns]."""
 
     count: float
     rows: float
@@ -64,7 +65,7 @@ class Product:
 
     @property
     def rate(self) -> float:
-        """Speed of the tensor cores for the dtype, relative to 16-bit floats."""
+        """Peak throughput for the dtype, relative to 16-bit floats."""
         return {1: 2.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
 
     def seconds(self, machine: Machine) -> float:
@@ -73,7 +74,7 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Fraction of the multiprocessors or of the memory bandwidth that the matmul occupies, whichever is larger, from 0 to 1."""
+        """Fraction of the multiprocessors or of the memory bandwidth that the matmul uses. The larger fraction counts."""
         if not self.count * self.rows * self.columns:
             return 1.0
         _, blocks, computed = self._fastest(machine)
@@ -87,7 +88,7 @@ class Product:
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
     def _fastest(self, machine: Machine) -> tuple[float, float, float]:
-        """Returns (seconds, thread blocks, seconds of computing) for the fastest tiles."""
+        """(seconds, thread blocks, seconds of computation) with the fastest tiles."""
         return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
 
     def _moved(self, machine: Machine) -> float:
@@ -95,13 +96,15 @@ class Product:
         return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else MATMUL_READ_BANDWIDTH))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
-        """One of `chunks` equal parts of the matmul, split along the rows or the columns."""
+        """One of `chunks` equal parts of the matmul. Splits the rows if `rows`, otherwise the columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
-        """Returns (seconds, thread blocks, seconds of computing) for tiles of m x n, which are computed at the relative speed `fast`. With
-        `parts` > 1 (split-K), several thread blocks compute f32 partial sums of a tile, and a second kernel adds these sums. A small number
-        of thread blocks does not reach the full memory bandwidth, except in the kernel for few rows."""
+        """(seconds, thread blocks, seconds of computation) for tiles of m x n. `fast` is the relative speed of the tiles.
+
+        If `parts` > 1, `parts` thread blocks compute f32 partial sums of one tile (split-K). A second kernel adds the partial sums. A few
+        thread blocks do not saturate the memory, except in the kernel for few rows.
+        """
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
@@ -122,14 +125,14 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     left, result = (list(map(float, local_dims(types[name], fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
     contracted = op[CONTRACTED] if op.kind == "matmul" else 1
     inner = prod(left[len(left) - contracted :])
-    # if all batches share one matrix, the rows of all batches form one matmul
+    # If all batches share one matrix, their rows form one matmul.
     is_one = len(types[op.tensors[1]].dims) == contracted + 1
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], types[op.tensors[0]].dtype, tf32)
 
 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
-    """A grouped matmul of one rank, with equally many rows in each group."""
+    """The grouped matmul of one rank. All groups have the same number of rows."""
     rows = x[0] / max(groups, 1)
     shape = (x[1], rows) if is_outer else (rows, x[1])
     return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))
@@ -140,37 +143,37 @@ def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], i
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Attention on one rank. With a causal mask, the rows are the last rows of the sequence."""
+    """Attention on one rank. Under a causal mask, the rows are the last rows of the sequence."""
 
     heads: float
-    rows: float  # queries
-    columns: float  # keys
-    width: float  # elements in a row of keys plus a row of values
+    rows: float  # number of queries
+    columns: float  # number of keys
+    width: float  # elements of one key and one value together
     is_causal: bool
-    is_balanced: bool = False  # True if rows are in zigzag with a causal mask
+    is_balanced: bool = False  # True if the mask is causal and the rows are in zigzag order
     speed: float = ATTENTION_PEAK
-    products: float = 2.0  # number of matmuls of the size of the score matrix: 2 forward, and 5 in the whole backward pass
+    products: float = 2.0  # number of matmuls of the size of q kT: 2 forward, and 5 backward
 
     def seconds(self, machine: Machine) -> float:
-        if self.is_balanced:  # the first rank has the first and the last piece of the sequence
+        if self.is_balanced:  # The first rank has the first and the last piece of the sequence.
             piece = replace(self, rows=self.rows / 2, is_balanced=False)
             return replace(piece, columns=piece.rows).seconds(machine) + piece.seconds(machine)
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
         of_score = self.products * self.width / (machine.flops * self.speed)
         waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
-        # with at most ATTENTION_ROWS rows, the keys are split over thread blocks
+        # With at most ATTENTION_ROWS rows, several thread blocks share the keys.
         longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> AttentionWork:
-        """Attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag, half of any other block is
+        """Attention to one block of keys. Only the block of this rank has a causal mask. In zigzag order, half of every other block is
         masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
 def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionWork:
-    """The local attention of an op on one rank. Each of the gradients of q, k and v counts as a third of the backward pass."""
+    """Attention of one rank. The gradients of q, k and v each count as a third of the backward pass."""
     types = [fusion.types[name] for name in op.tensors[:3]]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
@@ -181,10 +184,10 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
-    """Extra seconds of an attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
+    """Extra seconds of attention if keys are sharded: (with gathered keys, in a loop over blocks of keys).
 
-    If keys are gathered, the values need a second gather, and keys and values are copied to the layout of attention. In a loop over blocks,
-    a rank packs its keys and values, and combines the results of blocks. `gathered` and `result` are in bytes.
+    With gathered keys, the values need a second gather, and keys and values are copied to the layout of attention. In a loop, a rank packs
+    its keys and values, and combines the results of the blocks. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
@@ -196,8 +199,10 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 
 
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
-    """Predicts the seconds that each op takes alone on the machine, by the name of the result. Missing sizes count as 4096. A view takes no
-    time. A call takes as long as all ops of its function together, and a repeat takes as long as all its calls."""
+    """Predicts the time of each op alone, in seconds, by the name of its result.
+
+    A size that is missing in `sizes` counts as 4096. A view takes no time. A call takes the sum of the times of its ops.
+    """
     functions: dict[str, float] = {}
     for body in fusion.functions:
         functions[body.name] = sum(_of_body(body, sizes, machine, tf32, functions).values())
@@ -228,41 +233,43 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 
 
 def _ranks(op: Op, mesh: Mesh) -> int:
-    """Number of ranks that communicate along the axes of a reshard step. 2 if the step has no axes."""
+    """Number of ranks that communicate in a reshard step. A step without axes counts as 2 ranks."""
     axes = step_of(op).axes
     return mesh.size_of(axes) if axes else 2
 
 
 def in_kernel(kind: str, ranks: int, size: float) -> float:
-    """Seconds of a collective inside the kernel that reads the result. Each rank sends `size` bytes to every other rank."""
+    """Seconds of a collective inside the kernel that reads its result. Each rank sends `size` bytes to every other rank."""
     sent = size * (ranks - 1)
     return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if kind == "all_reduce" else sent / BLOCK_BANDWIDTH)
 
 
 def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
-    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
+    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library. 0 if there is none."""
     most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
     sizes = (1 << bit for bit in reversed(range(most.bit_length())))
     return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest block, in elements, that kernels should exchange without a collective, or 0."""
+    """Largest block, in elements, that kernels should exchange without a collective. 0 if there is none."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
-    # only a constant, or a multiple of one named size: other sizes would need a complex condition at run time
+    # Other sizes would need a complex condition at run time.
     is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Extra seconds of a gather by copy engines, as a pair: to copy the rank's own shard, and to rearrange all shards. Copy engines do not
-    move the rank's own shard. No transport can interleave shards of an inner dim."""
+    """Extra seconds of a gather by copy engines: (to copy this rank's shard, to rearrange all shards).
+
+    Copy engines do not move this rank's shard, and cannot interleave the shards of an inner dim.
+    """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out
 
 
 def cost_by_shards(machine: Machine, whole: Product, ranks: int) -> float:
-    """Extra seconds of one matmul per shard of the columns, in place of a single matmul."""
+    """Extra seconds if one matmul for each shard of the columns replaces a single matmul."""
     return max(0.0, ranks * whole.chunk(ranks, rows=False, is_own=False).seconds(machine) - whole.seconds(machine))

@@ -1,4 +1,4 @@
-"""Candidates for overlap: reshards that a chunk loop can hide behind matmuls or attention, and predicted times of the alternatives."""
+"""Candidates for overlap, and their predicted times. A candidate is a reshard that a chunk loop can hide behind matmuls or attention."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,26 +25,29 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 from hostweave.types.zigzag import pieces
 
-MAX_TIME_RATIO = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
-MIN_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
-HIDDEN_SECONDS = 10e-6  # minimum time that an asynchronous communication hides, because a fork and a wait cost nearly as much
+MAX_TIME_RATIO = 0.95  # largest accepted ratio of the time of a loop to the sequential time
+MIN_GAIN_MICROS = 5.0  # smallest accepted gain of a loop; the error of the model is of this size
+HIDDEN_SECONDS = 10e-6  # shortest communication time worth hiding, because a fork and a wait take nearly as long
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results. If the reshard gathers keys,
-    `matmuls` contains only the attention op, and `dim` is the sequence dim of the keys. The loop also gathers the values."""
+    """A reshard that can run in a chunk loop with matmuls. Chunks split dim `dim` of the matmuls' results.
+
+    If the reshard gathers keys, `matmuls` has only the attention op, and `dim` is the sequence dim of the keys. The loop also gathers the
+    values.
+    """
 
     reshard: Op
     matmuls: tuple[Op, ...]
     dim: int
     ranks: int
-    size: Size  # global size of the dim that is split
-    shards: int  # number of shards of that dim during the loop
-    unknown: tuple[str, ...]  # names of the sizes that the prediction needs and that are not stated
-    is_even: bool  # True if all sharded dims are known to divide evenly, which windows require
+    size: Size  # global size of `dim`
+    shards: int  # number of shards of `dim` during the loop
+    unknown: tuple[str, ...]  # names of sizes that the prediction needs, but the options do not state
+    is_even: bool  # True if all sharded dims divide evenly, as windows require
     keys: GatheredKeys | None = None
 
     @property
@@ -53,12 +56,12 @@ class Candidate:
 
     @property
     def streamed(self) -> tuple[Op, ...]:
-        """Ops that a user would mark with `.stream()` for this loop."""
+        """Ops that a user would mark with `.stream()` to request this loop."""
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Yields the candidates of a body. Each reshard of the body must already be a single communication."""
+    """Yields the candidates of a body. Each reshard of the body must be a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -66,7 +69,7 @@ def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
 
 
 class _Finder:
-    """Finds the ops of a body that can share a loop with a reshard."""
+    """Finds the ops that can share a loop with a reshard."""
 
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
         self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
@@ -92,19 +95,19 @@ class _Finder:
         unknown = tuple(name for name in symbols if name not in self.sizes)
         return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
 
-    # --- ops in the loop of a reshard ---
-
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, and the gathered dim. Returns no matmuls if another op reads the gathered value
-        before one of the matmuls. Later consumers read the value after the loop."""
+        """Returns the matmuls whose rows the op gathers, and the gathered dim.
+
+        Returns no matmuls if another op reads the gathered value before one of the matmuls. Later readers use the value after the loop.
+        """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
         are_first = list(found) == users[: len(found)]
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """True if the loop of a gather can compute `user`, a matmul with gathered rows. The other operand must be computed before the first
-        consumer of the gather."""
+        """True if `user` is a matmul that the loop of a gather can compute. Its rows must be the gathered rows. Its other operand must
+        exist before the first consumer of the gather."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -117,8 +120,11 @@ class _Finder:
         return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmul that a chunk loop can compute for a reduction, and the chunked dim. Returns no matmul if another op reads the
-        matmul's result, or if a chunked operand comes from a communication, a partial sum or a loop."""
+        """Returns the matmul whose result the op reduces, and the chunked dim.
+
+        Returns no matmul if a loop cannot compute it, for example because another op reads its result. A chunked operand must not come from
+        a communication, a partial sum or a loop.
+        """
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -160,8 +166,8 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Returns all alternatives for a candidate, fastest first. The number of chunks divides the length of the dim. Loops over keys have at
-    most one chunk per rank."""
+    """Alternatives for a candidate, fastest first. The number of chunks divides the extent of the dim. Loops over keys have at most one
+    chunk per rank."""
     op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -191,24 +197,22 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory. Peer memory requires sizes that divide evenly."""
+    """True if ranks of this fusion can use peer memory under `transport="auto"`. Peer memory requires sizes that divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
 
 def _may_copy(options: Options, is_even: bool) -> bool:
-    """True if copy engines may communicate outside of loops."""
     transport = options.transport_carrying(SIGNALS)
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
 def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
-    """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty if the op has no alternatives, or if a
-    size is unknown.
+    """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if there are none, or if a size is unknown.
 
-    A collective is always possible. Copy engines are possible if ranks can access each other's memory. They use gets for reduce-scatters,
-    and for operands in memory that the program allocates. Other operands are not in windows, so copy engines use puts. In an alternative
-    with one chunk per rank, a loop of matmuls reads the gathered shards one by one.
+    A collective is always possible. Copy engines are possible if `reaches`. They use gets for reduce-scatters, and for operands that the
+    program allocates. Other operands are not in windows, so copy engines use puts. In an alternative with one chunk per rank, one matmul
+    reads each gathered shard.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -235,7 +239,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """The only consumer of a gather or of its transpose, if this consumer is a matmul with gathered columns. Otherwise None."""
+    """The only consumer of a gather or of its transpose, if this consumer is a matmul whose columns are gathered. Otherwise None."""
     uses, types, name, dim = consumers(fusion), fusion.types, gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
@@ -248,7 +252,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """The result of `product_by_shards`, if sizes are known and the ranks split the columns evenly. Otherwise None."""
+    """Result of `product_by_shards` if sizes are known and the columns divide evenly among the ranks. Otherwise None."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
@@ -261,14 +265,17 @@ def _are_known(types: Iterable[TensorType], sizes: Mapping[str, int]) -> bool:
 
 
 def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
-    """Bytes of the result of an op on a rank, or of the operand of a reduce_scatter."""
+    """Bytes of an op's result on one rank. For a reduce_scatter, bytes of the operand."""
     whole = fusion.values()[op.tensors[0]] if op.kind == "reduce_scatter" else op.result
     return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], requested: Mapping[str, str]) -> Choice:
-    """Chooses an alternative for a reshard. The user's choice takes precedence. Otherwise the fastest alternative is chosen, or sequential
-    execution if the fastest alternative gains too little. Raises ProgramError if the user's choice is not possible."""
+    """Chooses an alternative for a reshard.
+
+    The user's choice comes first. Otherwise the fastest alternative wins if it gains enough over sequential execution. Raises ProgramError
+    if the user's choice is not possible.
+    """
     choice = Choice(reshard.result.name, fusion.name, possible)
     sequential = next(one for one in possible if one.algorithm == IN_SEQUENCE)
     gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
@@ -281,13 +288,13 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Alternative, ...], re
 
 
 def min_gain(sequential: float) -> float:
-    """Minimum gain of a chosen alternative over sequential execution, in microseconds."""
+    """Smallest accepted gain over sequential execution, in microseconds."""
     return max(MIN_GAIN_MICROS, (1 - MAX_TIME_RATIO) * sequential)
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop. These ops are between the op that computes the operand and the
-    first consumer of the result."""
+    """Seconds of the ops that can overlap with a reshard outside of loops: ops after its operand and before the first consumer of its
+    result."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
@@ -318,9 +325,11 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the communication at `position` moves up: past just enough ops to hide its time, or as far as possible. The
-    communication stays behind the op that computes its operand. The passed ops include no communication, and no pointwise op that depends
-    on the operand."""
+    """Position to which the communication at `position` moves up.
+
+    The communication moves past just enough ops to hide its time, or as far as possible. It stays after the op that computes its operand,
+    after other communications, and after pointwise ops that depend on its operand.
+    """
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
     for other in ops[:position]:
@@ -332,13 +341,13 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
             break
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
-        if times[other.result.name] and not in_loop:  # the position must not be inside a loop
+        if times[other.result.name] and not in_loop:  # The position must not be inside a loop.
             best = at
     return best
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications still in flight at `position`, which the next communication awaits in any case."""
+    """Seconds of earlier communications that are still in flight at `position`. The next communication waits for them in any case."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 
@@ -364,18 +373,20 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def _is_large(op: Op) -> bool:
-    """True for matmuls, attention, communications, loops, and calls of functions with such ops."""
     is_large_call = op.callee is not None and any(map(_is_large, op.callee.ops))
     return communicates(op) or op.result.stream is not None or op.kind in PRODUCTS or is_large_call
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Moves matmuls that no large op needs, such as gradients of weights, down to positions at which ops wait for a communication. Ops that
-    depend on these matmuls move too. A matmul passes at most two communications, because its operands stay alive until its new position."""
-    needed = needed_by_large(ops)  # `needed` does not contain gradients of weights
-    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
-    clock = link = 0.0  # end times of all computation and of all communication so far
-    ends: dict[str, float] = {}  # end times of communication results
+    """Moves matmuls that no large op needs, such as gradients of weights, down to places where ops wait for a communication.
+
+    Ops that depend on these matmuls move too. A matmul passes at most two communications that large ops need, because the new position
+    lengthens the live ranges of its operands.
+    """
+    needed = needed_by_large(ops)
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed one communication
+    clock = link = 0.0  # end of all computation and of all communication so far, in seconds
+    ends: dict[str, float] = {}  # end of each communication
 
     def take() -> float:
         order.append(late.pop(0))

@@ -1,7 +1,4 @@
-"""The field of integers modulo a prime. Its elements are stored as uint64.
-
-Sums and products are exact, so the order of operations does not matter.
-"""
+"""The field of integers modulo a prime. Elements are stored as uint64. Sums and products are exact, so their order does not matter."""
 
 import threading
 from functools import cache
@@ -13,7 +10,7 @@ from numpy.typing import NDArray
 
 Elements = NDArray[np.uint64]
 
-PRIME = 2**26 - 5  # the sum of 4096 products of two elements fits in 64 bits
+PRIME = 2**26 - 5  # The sum of 4096 products of two elements fits in 64 bits.
 P = np.uint64(PRIME)
 ZERO, ONE = np.uint64(0), np.uint64(1)
 _SUMMED = 2**12
@@ -25,7 +22,7 @@ _SMALL = 2**14  # up to this number of multiplications, NumPy's loops are faster
 _LONG = 64  # from this length of a contiguous dim on, the loops of einsum are faster than those of matmul
 _MANY = 1000
 _FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
-_EXPONENTS = 1200  # covers the exponents of f64, above and below 0
+_EXPONENTS = 1200  # more than the exponents of f64
 
 
 @cache
@@ -47,14 +44,14 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# Freeing an array of this size makes glibc keep memory that later arrays free. New pages would take longer than the arithmetic.
+# When glibc frees an array of this size, it starts to keep the memory of later arrays. New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
 
 
 def _scratch_like(x: Elements) -> Elements:
-    """Memory for an intermediate result. The next call reuses the memory, because allocation takes longer than the arithmetic."""
+    """Memory for an intermediate result, which the next call reuses. An allocation would take longer than the arithmetic."""
     if getattr(_scratch, "size", 0) < x.size:
         _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
     memory: Elements = _scratch.memory[: x.size].reshape(x.shape)
@@ -62,8 +59,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. Arrays of more than `_MANY` numbers are reduced in place. NumPy's remainder takes longer
-    than a division and a product."""
+    """Reduces 64-bit numbers modulo the prime. Overwrites `x` if it has more than `_MANY` numbers. NumPy's remainder takes longer than a
+    division and a product."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements
@@ -79,7 +76,7 @@ def sum_of(x: Elements, y: Elements) -> Elements:
 
 def _below_prime(total: Elements) -> Elements:
     if total.size <= _MANY:
-        smaller: Elements = np.minimum(total, total - P)  # a number below 0 wraps around
+        smaller: Elements = np.minimum(total, total - P)  # A number below 0 wraps around.
         return smaller
     np.minimum(total, np.subtract(total, P, out=_scratch_like(total)), out=total)
     return total
@@ -118,7 +115,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
         return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # the sums of this many products of halves are exact in f64
+    for start in range(0, inner, _SUMMED):  # The sums of this many products of halves are exact in f64.
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)
@@ -138,7 +135,7 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """A random function of the elements. `word` selects the function. Equal elements give equal results."""
+    """A random function of the elements, which `word` selects. Equal elements give equal results."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

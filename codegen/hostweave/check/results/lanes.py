@@ -1,13 +1,12 @@
-"""Arrays with several lanes. A lane here is the copy of an array for one rank and seed.
+"""Arrays with several lanes. A lane is the copy of an array for one rank and seed.
 
-An array consists of parts, which are NumPy arrays. The lane is the first dim of every part, and is not included in shapes and axes. A
-function that needs a Python number, for example to branch, raises NeedsSingleLane. `apply` then calls the function for each lane
-separately.
+An array consists of parts, which are NumPy arrays. The first dim of each part is the lane. Shapes and axes omit this dim. A function that
+needs a Python number, for example for a branch, raises NeedsSingleLane. `apply` then calls the function once per lane.
 
-Integers and bools are exact, and have one part. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field.
-Random inputs have independent shadows and elements. The shadow decides comparisons of numbers with different elements, sort orders, casts
-to integers, and whether a number is finite. Sums and products of elements are exact. Functions that the field lacks, such as sqrt, are
-random functions of the element.
+Integers and bools are exact, and have one part. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field. In
+random inputs, the two parts are independent. The shadow decides comparisons of numbers with different elements, sort orders, casts to
+integers, and whether a number is finite. Sums and products of elements are exact. A function that the field lacks, such as sqrt, is a
+random function of the element.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-ROUNDING_TOLERANCE = 1e-9  # largest relative rounding error of a shadow that is meant to be an integer, and of a sum that is meant to be 0
+ROUNDING_TOLERANCE = 1e-9  # relative rounding error up to which a shadow counts as an integer, or a sum as 0
 
 
 class NeedsSingleLane(Exception):
-    """Raised by a function that needs a Python number, and must be called for each lane separately."""
+    """The function needs a Python number, and must be called once per lane."""
 
 
 class Lanes:
@@ -37,7 +36,7 @@ class Lanes:
 
     __slots__ = ("parts",)
     __array_ufunc__ = None
-    functions: ClassVar[Any]  # the object that functions.py defines
+    functions: ClassVar[Any]  # defined in functions.py
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, *parts: Part):
@@ -65,18 +64,17 @@ class Lanes:
 
     @property
     def value(self) -> Part:
-        """The first part: integers, bools or shadows. Shadows decide comparisons of floats with different elements."""
+        """The first part: integers, bools or shadows."""
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """Applies to all parts a function that only moves elements."""
+        """Applies a function to all parts. The function may only move elements."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
         return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
 
     def single_lane(self) -> Part:
-        """The value of the only lane."""
         if self.lanes > 1:
             raise NeedsSingleLane
         value: Part = self.value[0]
@@ -127,7 +125,6 @@ class Lanes:
         raise NotImplementedError
 
     def differs(self, other: Lanes) -> Part:
-        """True for each element that differs."""
         raise NotImplementedError
 
     # Operators call the functions of functions.py.
@@ -161,8 +158,6 @@ def key_of(key: Any) -> tuple[Any, ...]:
 
 
 class Exact(Lanes):
-    """Integers or bools."""
-
     __slots__ = ()
 
     @classmethod
@@ -180,8 +175,8 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats, each with a shadow and an element of the field. `exp` is a random function of the element, with the value 1 at 0. If the
-    shadow underflows to 0, the element becomes 0 too."""
+    """Floats, each with a shadow and an element of the field. `exp` is a random function of the element with exp(0) = 1. If its shadow
+    underflows to 0, its element is 0 too."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
@@ -224,7 +219,7 @@ class Real(Lanes):
         with np.errstate(all="ignore"):
             return Exact(np.trunc(rounded_if_near(self.value)).astype(np.int64).astype(dtype))
 
-    # --- arithmetic: `self` and `other` have the same class; they have as many dims, or one is a scalar constant ---
+    # In arithmetic, `self` and `other` have one class, and the same number of dims, unless one is a scalar constant.
 
     def add(self, other: Real) -> Real:
         element = field.sum_of(self.element, other.element)
@@ -248,7 +243,7 @@ class Real(Lanes):
         return self.apply_linear(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
 
     def apply_linear(self, function: Callable[..., Part]) -> Real:
-        """Applies a sum or cumulative sum to all parts."""
+        """Applies a sum or a cumulative sum to all parts."""
         element = field.reduced(function(self.element))
         return Real(zeros_are_exact(function(self.value), element, lambda: function(np.abs(self.value))), element)
 
@@ -261,16 +256,15 @@ class Real(Lanes):
         return self.random_function("log", np.log(np.abs(self.value)))
 
     def random_function(self, word: str, shadow: Part, *others: Real) -> Real:
-        """A random function of the elements, with this shadow."""
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
     def equals(self, other: Real) -> Part:
-        """True where two numbers are equal in the field."""
+        """True for each pair of numbers that are equal in the field."""
         same: Part = self.element == other.element
         return same
 
     def differs(self, other: Lanes) -> Part:
-        """True for each element that differs. Infinities and NaN are compared by their shadows."""
+        """True for each element that differs. The shadows decide for infinities and NaN."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
         differ: Part = ~np.where(is_finite, self.equals(type(self)(*other.parts)), same)
@@ -278,8 +272,8 @@ class Real(Lanes):
 
 
 def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
-    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is only a rounding error. Without this correction, inverses and
-    signs of the shadow would depend on the order of the sum. `size` sums the absolute values."""
+    """Sets the shadow of a sum to 0 if the element is 0 and the shadow is a rounding error. Otherwise inverses and signs would depend on
+    the order of the sum. `size` sums the absolute values."""
     is_error = (element == 0) & (shadow != 0)
     return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 
@@ -289,9 +283,6 @@ def rounded_if_near(shadow: Part) -> Part:
         nearest = np.rint(shadow)
         rounded_if_near: Part = np.where(np.abs(shadow - nearest) <= ROUNDING_TOLERANCE * (1 + np.abs(shadow)), nearest, shadow)
         return rounded_if_near
-
-
-# --- operands of the same class ---------------------------------------------------------------------------------------
 
 
 def is_float(x: Any) -> bool:
@@ -317,7 +308,7 @@ def as_reals(*xs: Any) -> list[Any]:
 
 
 def widest_real(xs: Iterable[Any]) -> type[Real]:
-    """The class of floats with the most parts among the arrays."""
+    """The class with the most parts among the floats."""
     kind: type[Real] = Real
     for x in xs:
         if isinstance(x, Real) and x.count > kind.count:
@@ -326,7 +317,7 @@ def widest_real(xs: Iterable[Any]) -> type[Real]:
 
 
 def values_of(*xs: Any) -> list[Any]:
-    """Values of integers and bools. Python ints do not change, because they have no dtype."""
+    """Values of integers and bools. Python ints stay, because they have no dtype."""
     operands = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
     arrays = iter(aligned([x for x in operands if isinstance(x, Lanes)]))
     return [next(arrays).value if isinstance(x, Lanes) else x for x in operands]
@@ -337,7 +328,7 @@ def has_lanes(xs: Iterable[Any]) -> bool:
 
 
 def inner_axis(axis: int, ndim: int) -> int:
-    """Axis of a part for an axis of the array: one more, because a part has the lane as its first dim."""
+    """Axis of a part. The first axis of a part is the lane."""
     return axis % ndim + 1
 
 
@@ -347,7 +338,7 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all lanes at once, or for each lane if the function raises NeedsSingleLane."""
+    """Calls a function for all lanes at once, or for each lane if it raises NeedsSingleLane."""
     try:
         return _in_lanes(function(*operands))
     except NeedsSingleLane:
@@ -363,7 +354,6 @@ def _in_lanes(result: Any) -> Any:
 
 
 def joined_lanes(results: Sequence[Any]) -> Any:
-    """Concatenates the lanes of arrays, or of arrays in tuples."""
     if isinstance(results[0], tuple):
         return tuple(joined_lanes(each) for each in zip(*results, strict=True))
     return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))

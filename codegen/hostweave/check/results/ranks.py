@@ -1,7 +1,7 @@
-"""Runs a host program on all ranks in one process, for all random inputs at once, as lanes of the arrays (see lanes.py).
+"""Runs a host program on all ranks in one process, for all random inputs at once. Each input is a lane of the arrays (see lanes.py).
 
-Among the ranks that do not wait for another rank, the rank with the fewest executed operations runs next. Ranks at the same instruction and
-with equal layouts execute the instruction together, unless the instruction communicates.
+The next rank is the ready rank that has executed the fewest operations. Ranks at the same instruction with equal layouts execute the
+instruction together, unless it communicates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """The memory and the progress of all ranks. `lanes` is the number of lanes per rank, one per seed."""
+    """Memory and progress of all ranks. `lanes` is the number of lanes per rank, one per seed."""
 
     def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
@@ -46,14 +46,12 @@ class FieldRanks:
         # senders -> delivered data, reduced if the collective reduces
         self.delivered: dict[tuple[Operation, ...], list[Lanes]] = {}
         self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that the kernel reads
-        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, the values
+        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
         self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of local sizes) -> ops
-        self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> ops that read no sizes, by number
+        self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> number of an op -> op that reads no sizes
         self.executed: set[tree.Instruction] = set()
-        # called after each write with the rank that owns the memory, the access, and the contents
+        # Called after each write with the rank that owns the memory, the access, and the contents.
         self.on_write: Callable[[int, Access, Lanes], None] | None = None
-
-    # --- memory ---
 
     def buffer(self, root: str) -> FieldBuffer:
         if root not in self.buffers:
@@ -72,7 +70,7 @@ class FieldRanks:
             self.buffer(root).view([rank], 0, layout).fill(block)
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """The memory that these ranks access. The layout is equal on all ranks, but offsets and buffers may differ."""
+        """Memory that these ranks access. All ranks have one layout. Offsets and buffers may differ."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -85,8 +83,6 @@ class FieldRanks:
         if on_write := self.on_write:
             for rank, access in zip(ranks, accesses, strict=True):
                 on_write(rank if access.at is None else access.at, access, self.view([rank], [access]).read())
-
-    # --- control ---
 
     def run(self) -> None:
         queues = [_Queue(rank, operations) for rank, operations in enumerate(self.instances.ranks)]
@@ -103,21 +99,21 @@ class FieldRanks:
                     queue.advance()
 
     def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
-        """The queues that can execute the instruction of `first` together, because layouts and sizes are equal."""
+        """Queues that can execute the instruction of `first` together, because layouts and sizes are equal."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
         place = first.executed_count, first.is_posted
         same = [each for each in ready if (each.executed_count, each.is_posted) == place and each.is_at(instruction)]
         if first.communications or len(same) == 1:
-            return same  # sends and receives are executed rank by rank
+            return same  # Sends and receives run rank by rank.
         packed, of_ranks = instruction.packed, self.instances.roots
         values = [self.local_sizes(name) for name in tree.names(instruction, "launch")]
         roots, found = of_ranks[first.rank], list[_Queue]()
         for each in same:
             if each is not first:
-                has_equal_sizes = of_ranks[each.rank] is roots  # ranks with equal sizes also have equal layouts
+                has_equal_sizes = of_ranks[each.rank] is roots  # Ranks with equal sizes also have equal layouts.
                 if packed and (not has_equal_sizes or any(cut.local for cut in packed)):
-                    continue  # the packed blocks depend on the sizes of the rank, or on the offset of its shard
+                    continue  # The packed blocks depend on the sizes of the rank, or on the offset of its shard.
                 if any(by_rank[each.rank] != by_rank[first.rank] for by_rank in values):
                     continue
                 if not has_equal_sizes and each.current and not all(map(_has_equal_layout, accesses, each.current.accesses)):
@@ -137,8 +133,8 @@ class FieldRanks:
         return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if the rank can proceed. A rank can always post data, but can receive only after all sources have posted. A one-sided
-        operation also waits for its sources."""
+        """True if the rank can proceed. A rank can always post data, but receives only after all sources have posted. A one-sided operation
+        also waits for its sources."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
@@ -155,8 +151,6 @@ class FieldRanks:
             self.exchange(ranks, operations)
         else:
             self.receive(ranks, operations)
-
-    # --- communications ---
 
     def post(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         for rank, operation in zip(ranks, operations, strict=True):
@@ -204,7 +198,7 @@ class FieldRanks:
             self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
     def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Lanes:
-        """The elements that a kernel's collective delivers to a rank, as the kernel's first input."""
+        """Elements that a kernel's collective delivers to a rank, as the kernel's first input."""
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
         sent = [part.ravel() for part in self.sent(sources)]
@@ -214,7 +208,6 @@ class FieldRanks:
         return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
     def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Executes puts, gets, signals and waits for signals."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -223,14 +216,12 @@ class FieldRanks:
             self.posted[operation] = None
             self.executed.add(operation.instruction)
 
-    # --- computation on a rank ---
-
     def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         operation = operations[0]
         instruction = operation.instruction
         self.executed.add(instruction)
         if not any(access.region.layout.run for access in operation.accesses if access.writes):
-            return  # nothing to write
+            return
         accesses = zip(*(each.accesses for each in operations), strict=True)
         reads = [self.view(ranks, column).read() for column in accesses if column[0].reads]
         names = tree.names(instruction, "launch")
@@ -258,7 +249,7 @@ class FieldRanks:
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
-        """Ops of a kernel for the sizes of a rank, each as name of the result, function, operands, dtype, and offset or None."""
+        """Ops of a kernel for the sizes of a rank, each as (result, function, operands, dtype, offset or None)."""
         key = name, self.local_sizes(name)[rank]
         if key not in self.bound_ops:
             ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]
@@ -276,7 +267,7 @@ class FieldRanks:
 
     def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
         columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
-        if len(columns) > 1:  # a result may overwrite an operand that another result needs
+        if len(columns) > 1:  # A result may overwrite an operand of another result.
             results = [result.copy() if isinstance(result, Lanes) else result for result in results]
         for column, result in zip(columns, results, strict=True):
             self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
@@ -288,7 +279,7 @@ def _has_equal_layout(one: Access, other: Access) -> bool:
 
 
 def _sizes_read(op: Op) -> list[Size]:
-    """Sizes that the function of an op reads, except the offset of an iota, because this offset may differ between the lanes."""
+    """Sizes that the function of an op reads. Omits the offset of an iota, which may differ between lanes."""
     shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
     return [*shape, *(value for _, value in op.attributes if isinstance(value, Size) and value is not _offset(op))]
 
@@ -299,12 +290,12 @@ def _offset(op: Op) -> Size | None:
 
 
 class _Queue:
-    """The operations of one rank that compute or communicate, in one call of the program. `current` is executed next."""
+    """Operations of one rank that compute or communicate, in one call. `current` runs next."""
 
     def __init__(self, rank: int, operations: Sequence[Operation]):
         self.rank, self.remaining = rank, iter(operations)
         self.current: Operation | None = None
-        self.communications: Sequence[Operation] = ()  # the communications of `current`
+        self.communications: Sequence[Operation] = ()  # communications of `current`
         self.is_one_sided = False
         self.executed_count = -1
         self.step()
@@ -312,7 +303,7 @@ class _Queue:
     def step(self) -> None:
         self.is_posted, self.executed_count, self.current = False, self.executed_count + 1, None
         for operation in self.remaining:
-            if type(operation.instruction) is tree.Instruction:  # the next call begins
+            if type(operation.instruction) is tree.Instruction:  # The next call begins.
                 return
             self.communications = operation.communications
             if self.communications or operation.instruction.work:
@@ -352,7 +343,6 @@ class FieldBuffer:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
 
     def put(self, ranks: Sequence[int], block: Lanes) -> None:
-        """Writes an array to the beginning of the memory of these ranks."""
         for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
             part[ranks, :, : block.size] = new.reshape(len(new), -1)
 

@@ -1,4 +1,4 @@
-"""Compares the results of a host program with those of its fusion, for random inputs over a finite field (Schwartz 1980, Zippel 1979)."""
+"""Compares a host program with its fusion, for random inputs over a finite field (Schwartz 1980, Zippel 1979)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MAX_SEEDS = 4, 12
-NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
-FEW_ELEMENTS = 2 * 10**4  # a small program gets so many seeds that it computes about this number of elements in total
-MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # above the first: two seeds, with opposite signs; above the second: one seed
+NEARLY = 1e-9  # relative difference below which two f64 numbers count as equal
+FEW_ELEMENTS = 2 * 10**4  # elements that all seeds of a small program compute together, approximately
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # Above the first number, two seeds with opposite signs. Above the second, one seed.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first element at which an output differs from the output of the fusion."""
+    """First element at which an output differs from the output of the fusion."""
 
     output: str
     rank: int
@@ -59,7 +59,7 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. More for small programs and for integers, because few numbers show a wrong bound of a comparison."""
+    """Number of seeds. Small programs and integers need more, because few numbers show a wrong bound of a comparison."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -72,7 +72,7 @@ def _has_integers(fusion: Fusion) -> bool:
 
 
 class Expected:
-    """The results of a fusion for random inputs, at given sizes."""
+    """Results of a fusion for random inputs."""
 
     def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = RANDOM_EXP, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
@@ -94,11 +94,11 @@ class Expected:
 def difference(
     expected: Expected, instances: Instances, matches: Sequence[MatchedCommunications], executed: set[tree.Instruction] | None = None
 ) -> Difference | None:
-    """The first difference between a host program and its fusion at the sizes of `expected`, or None.
+    """First difference between a host program and its fusion, or None.
 
-    In the first run, exp is a random function. Correct programs that merge softmaxes by their log-sum-exps differ in this run, so a second
-    run uses exp(a + b) = exp(a) exp(b). If an instruction other than the backward pass of attention reads log-sum-exps, a correct program
-    may differ in both runs. The values in f64 then decide.
+    In the first run, exp is a random function. A correct program that merges softmaxes by log-sum-exps differs in this run. The second run
+    therefore uses exp(a + b) = exp(a) exp(b). If an instruction reads log-sum-exps, except the backward pass of attention, a correct
+    program may differ in both runs. Values in f64 then decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -108,7 +108,7 @@ def difference(
 
 
 def _reads_log_sum_exps(program: ir.HostProgram) -> bool:
-    buffer_of: dict[str, str] = {}  # view -> the buffer that contains it
+    buffer_of: dict[str, str] = {}  # view -> buffer that contains it
     made: set[str] = set()
     for i in tree.walk(program.body):
         buffer_of.update({view: buffer_of.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
@@ -135,7 +135,7 @@ def _difference(
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """A rank's block of an output, and the block that was expected."""
+    """A rank's block of an output, and the expected block."""
 
     name: str
     rank: int
@@ -145,7 +145,7 @@ class ComparedOutput:
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """True for each element whose shadows (f64 values) differ by more than the tolerance, or whose integers or bools differ."""
+        """True for each element whose f64 values differ by more than the tolerance, or whose integers or bools differ."""
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)
@@ -157,7 +157,7 @@ class ComparedOutput:
         return np.asarray(~near)
 
     def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
-        """The difference at one element. `at` has the lane, and the index in the block."""
+        """Difference at one element. `at` has the lane, and the index in the block."""
         seed, *index = at
         values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.actual, self.expected))
         places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
@@ -187,13 +187,13 @@ def computed_outputs(
         for rank, index, block in sorted(found, key=lambda each: each[0]):
             root = output.memory or output.name
             whole_output = ranks.buffer(root).view([rank], 0, ranks.instances.roots[rank][root].layout).read()
-            actual = whole_output.reshape(block.shape)  # a donated input may have the dims in another order
+            actual = whole_output.reshape(block.shape)  # A donated input may have its dims in another order.
             yield ComparedOutput(output.name, rank, actual, block, index, whole.shape)
 
 
 @lru_cache(maxsize=1024)
 def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[tuple[Any, ...], list[int]]]:
-    """For each block of a tensor: the index of the block, and the ranks that hold the block."""
+    """Index of each block of a tensor, and the ranks that hold the block."""
     of_tensor = type.mesh_in(mesh)
     axes = [axis for dim in type.dims for axis in dim.axes]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -204,29 +204,29 @@ def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[
 
 # --- comparison at several sizes -----------------------------------------------------------------------------------------
 
-Case = tuple[Sizes, Instances, Sequence[MatchedCommunications]]  # a program at given sizes
-Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # name of each pass, with the program after it
+Case = tuple[Sizes, Instances, Sequence[MatchedCommunications]]
+Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # yields each pass and the program after it
 
 
 class Results:
-    """Compares the results of a host program with those of its fusion, at several sizes."""
+    """Comparison of a host program with its fusion, at several sizes."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, max_elements: float = inf):
-        """Skips sizes at which the fusion computes more than `max_elements` elements."""
+        """`max_elements`: skips sizes at which the fusion computes more elements."""
         self.max_elements = max_elements
         self.fusion, self.program, self.stages = fusion, program, stages
         self.executed: set[tree.Instruction] = set()
         self.skipped: list[str] = []
 
     def compare_all(self, checked: Sequence[Case], has_given_sizes: bool) -> None:
-        """Compares the results at the sizes of `checked` if the user gave sizes, otherwise at the sizes that `cases` chooses."""
+        """Compares at the sizes of `checked` if the user gave sizes, otherwise at the sizes that `cases` chooses."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
         expected: dict[tuple[tuple[str, int], ...], Expected] = {}
         for sizes, instances, matches in checked if has_given_sizes else cases(self.fusion, self.program, known):
             self.compare(instances, matches, expected.setdefault(tuple(sizes.items()), Expected(self.fusion, sizes)))
 
     def compare(self, instances: Instances, matches: Sequence[MatchedCommunications], expected: Expected) -> None:
-        """Raises ProgramError for the first element of an output that differs."""
+        """Raises ProgramError for the first wrong element."""
         if expected.elements > self.max_elements:
             at = "".join(f", {name}={size}" for name, size in expected.sizes.items())
             self.skipped.append(f"the results{at}: {expected.elements:.1e} elements are more than {self.max_elements:.1e}")
@@ -248,18 +248,17 @@ class Results:
         raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
 
     def unchecked(self) -> tuple[str, ...]:
-        """Sizes that were skipped, lines of the program that never ran, and user kernels, whose C++ is not checked."""
-        executed = {_without_values(i) for i in tree.walk(tuple(self.executed))}  # including operations of groups
+        """Skipped sizes, lines of the program that never ran, and user kernels, whose C++ is not checked."""
+        executed = {_without_values(i) for i in tree.walk(tuple(self.executed))}
         lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if executed and line not in executed]
         return (*self.skipped, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
 
 
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
-    """The program at all sizes at which results are compared, and a variant that runs the branches for much larger sizes.
+    """Sizes at which results are compared, each with the program or a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if the program packs blocks. If there
-    are as many blocks as rows, results do not show a swap of pack and unpack. For a fusion with many elements, the variant runs in place of
-    large sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run more lines, or if the program packs blocks: a swap of pack
+    and unpack is invisible if there are as many blocks as rows. For a fusion with many elements, the variant replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
@@ -291,25 +290,27 @@ def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Replaces the expressions of a computation by 0, because an executed instruction has values for them."""
+    """Replaces the expressions of a computation by 0. Executed instructions have values there."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """The first pass that changes a result, and the op of the first value that this pass changes. The pass is "" if no stage has a
-    different result. The op is None if all values with the same name before and after the pass are equal."""
+    """First pass that changes a result, and the op of the first value that this pass changes.
+
+    The pass is "" if no stage has a wrong result. The op is None if all named values are equal before and after the pass.
+    """
     correct = fusion
     for name, stage in stages:
         try:
             if _is_wrong(fusion, stage, found):
                 return name, _first_wrong_value(correct, stage, found)
         except (ExecutionError, ProgramError):
-            continue  # the program of this stage cannot run before later passes complete it
+            continue  # The program needs later passes before it can run.
         correct = stage if isinstance(stage, Fusion) else correct
     return "", None
 
 
-OpsByName = dict[str, tuple[Op, Lanes]]  # name after inlining -> the op that computes the value, and the value
+OpsByName = dict[str, tuple[Op, Lanes]]  # name after inlining -> op and value
 
 
 def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
@@ -327,7 +328,7 @@ def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
 
 @np.errstate(all="ignore")
 def _first_wrong_value(correct: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
-    """The op of the first value that differs between a fusion and the program after the next pass."""
+    """Op of the first value that differs between a fusion and the next stage."""
     expected = Expected(correct, found.sizes, MULTIPLICATIVE_EXP, found.seeds)
     values = _named_values(correct, expected)
     if isinstance(stage, Fusion):
@@ -368,7 +369,7 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 
 def count_elements(fusion: Fusion, sizes: Sizes) -> float:
-    """Number of elements of the inputs and of all results. A hundred multiplications of a matmul count as one more element."""
+    """Number of elements of the inputs and of all results. A hundred multiplications of a matmul count as one element."""
     return _count_elements(fusion, tuple(sizes.items()))
 
 

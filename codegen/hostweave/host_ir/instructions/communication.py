@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. All buffers that an instruction sends or receives must be contiguous, and have one dtype."""
+"""Communication instructions of the host IR. All buffers of an instruction must be contiguous and have one dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,29 +7,27 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts, Route
 
-EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
+EXCHANGE_RANKS = 8  # most ranks whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
-EXCHANGE_BYTES = 512 << 10  # largest term, in bytes, of an all_reduce inside a kernel: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest size of all ranks' blocks together, in bytes, inside a kernel: hw::kBlockBytes
+EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce inside a kernel, in bytes: hw::kExchangeBytes
+BLOCK_BYTES = 8 << 20  # largest sum of the sizes of all blocks inside a kernel, in bytes: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
 
 
 class Communication(Instruction):
-    """Moves data or signals between the ranks of a channel's process group. An instruction sends the buffers that it reads, and receives
-    the buffers that it writes. Exceptions are LaunchExchange and one-sided instructions."""
+    """Moves data or signals between the ranks of a process group. Sends the buffers that the instruction reads, and receives the buffers
+    that it writes, unless it is a LaunchExchange or one-sided."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
 
 
 class Collective(Communication):
-    """A communication that all ranks of the process group issue, in the same order.
-
-    If `sent_along` or `received_along` names a dim, the blocks are the ranks' shards of this dim, stored one after another. The last blocks
-    may be short or empty. Otherwise, all blocks have equal sizes, except in a CollectivePermute.
-    """
+    """A communication that all ranks of the process group issue, in the same order. If `sent_along` or `received_along` names a dim, the
+    blocks are the ranks' shards of this dim, stored one after another. The last blocks may be short or empty. Otherwise all blocks have
+    equal sizes, except in a CollectivePermute."""
 
     posts = "collective"
     sends_blocks: ClassVar[bool] = False  # True if each receiver gets a different block of every sender's buffer
@@ -47,8 +45,6 @@ class Collective(Communication):
 
 @dataclass(frozen=True)
 class FromTo(Collective):
-    """A collective from src to dst."""
-
     src: Read
     dst: Write
 
@@ -60,7 +56,7 @@ class Reduction(Collective):
 
 
 class PointToPoint(Communication):
-    """A send or a recv. A send matches a recv of its peer."""
+    """A send or a recv. Each send matches a recv of its peer."""
 
 
 class Routed(PointToPoint):
@@ -99,13 +95,10 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input. Other buffers stay on the rank.
+    """Launches a kernel that begins with a collective of its first input. The kernel sums terms in f32 and in rank order, and rounds the
+    sum once. The kernel declares its first input with the shape of the collective's result. Blocks are equal and consecutive."""
 
-    Terms are summed in f32 in rank order, and the sum is rounded once. The kernel declares its first input with the shape of the
-    collective's result. Blocks are equal and consecutive.
-    """
-
-    kind: ClassVar[str] = ""  # the kernel's first op
+    kind: ClassVar[str] = ""  # first op of the kernel
 
     kernel: Launched
     srcs: Reads
@@ -155,7 +148,7 @@ class Broadcast(FromTo):
 
 @dataclass(frozen=True)
 class BroadcastToOthers(FromTo):
-    """On every rank except the root, dst = the src of the root. The root has no dst, and other ranks need no src."""
+    """On every rank except the root, dst = the src of the root. The root has no dst, and the other ranks need no src."""
 
     root: Expr
     channel: str
@@ -190,7 +183,7 @@ class Gather(FromTo):
 
 @dataclass(frozen=True)
 class Scatter(FromTo):
-    """dst = this rank's block of the root's src. The src of other ranks is not used. Posted as sends and recvs."""
+    """dst = this rank's block of the root's src. Other ranks do not use src. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -216,7 +209,7 @@ class AllToAll(FromTo):
 @dataclass(frozen=True)
 class CollectivePermute(FromTo):
     """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros. Each rank sends to at most
-    one rank, possibly itself. Posted as a send and a recv."""
+    one rank, which may be itself. Posted as a send and a recv."""
 
     sources: Sources
     channel: str
@@ -234,7 +227,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends once every rank of the process group has reached the barrier. Posted as an all_reduce of one element."""
+    """Ends after every rank of the process group has reached the barrier. Posted as an all_reduce of one element."""
 
     token: Update
     channel: str
@@ -264,8 +257,8 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Sends the blocks of src whose routes begin at this rank. Posted as a group. Matches the recv_blocks with the same routes. Several
-    pairs with the same routes match in order."""
+    """Sends the blocks of src whose routes begin at this rank, as a group. Matches the recv_blocks with the same routes. If several pairs
+    have these routes, they match in order."""
 
     src: Read
     count: int | Cuts
@@ -277,7 +270,7 @@ class SendBlocks(Routed):
 
 @dataclass(frozen=True)
 class RecvBlocks(Routed):
-    """Receives the blocks of dst whose routes end at this rank. Posted as a group."""
+    """Receives the blocks of dst whose routes end at this rank, as a group."""
 
     dst: Write
     count: int | Cuts

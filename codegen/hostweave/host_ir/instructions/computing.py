@@ -12,18 +12,18 @@ from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Wr
 from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Sizes
 
-ACTIVATIONS = ("relu", "gelu_tanh")  # activations that a matmul can apply as its epilogue
-FEW_ROWS = 8  # largest number of rows of a matmul inside a kernel: hw::kFewRows
-FEW_SCALED_ROWS = 16  # largest number of rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
-PRODUCTS = 4  # largest number of matmuls in one kernel: hw::kProducts
+ACTIVATIONS = ("relu", "gelu_tanh")  # epilogues of a matmul
+FEW_ROWS = 8  # most rows of a matmul inside a kernel: hw::kFewRows
+FEW_SCALED_ROWS = 16  # most rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
+PRODUCTS = 4  # most matmuls in one kernel: hw::kProducts
 
 
 class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference. Returns the written values, given a rank's sizes and the read values. Floats of at most 16 bits are given as
-        f32. Not defined for launches."""
+        """NumPy reference: returns the written values for the values that a rank reads. Floats of at most 16 bits come as f32. Launches
+        have no reference."""
         raise NotImplementedError
 
 
@@ -31,12 +31,12 @@ class Compute(Instruction):
 class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Lowered to cublasLtMatmul with an epilogue.
 
-    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and
-    layout, and may be dst. `bias` has at most one buffer, with one element per column of dst.
+    Multiplies the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and layout, and
+    may be dst. `bias` has at most one buffer, with one element per column of dst.
 
     If a and b are 8-bit floats, `scales` has the f32 scales of a and of b. a is then [M, K] with contiguous rows, and b is [K, N] with
-    contiguous columns. Each scale multiplies one block of its operand. Shapes of scales are those of `hw.scaled_matmul`, and layouts are
-    those that cuBLASLt requires.
+    contiguous columns. Each scale multiplies one block of its operand. The scales have the shapes that `hw.scaled_matmul` states, in the
+    layout that cuBLASLt requires.
     """
 
     a: Read
@@ -46,9 +46,9 @@ class Matmul(Compute):
     scale: float = 1.0
     accumulate: Reads = ()
     bias: Reads = ()
-    activation: str = ""  # one of ACTIVATIONS, or ""
-    scales: Reads = ()  # scales of a and of b
-    rest: tuple[int, ...] = ()  # terms, rows and columns that other matmuls compute, so that this matmul is aligned
+    activation: str = ""
+    scales: Reads = ()
+    rest: tuple[int, ...] = ()  # terms, rows and columns that other matmuls compute, so that this one is aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
@@ -67,9 +67,9 @@ class Matmul(Compute):
 class Grouped(Compute):
     """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
-    `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of this rank's first row, by default 0.
-    Rows of other ranks are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32; dst may be f32. In x and dst, the
-    elements of a row must be contiguous.
+    `starts` and `ends`, contiguous i32 [E], count rows of all ranks. `first` is the number of this rank's first row, by default 0. Rows of
+    other ranks are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32. dst may be f32. Each row of x and dst
+    must be contiguous.
     """
 
     x: Read
@@ -81,30 +81,34 @@ class Grouped(Compute):
     is_outer: ClassVar[bool] = False
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        first = self.first.value if isinstance(self.first, Const) else 0  # a constant when the check executes the instruction
+        first = self.first.value if isinstance(self.first, Const) else 0  # Checks pass a constant.
         x, other, starts, ends = reads
         return ((grouped.summed if self.is_outer else grouped.multiplied)(np, x, other, starts, ends, first),)
 
 
 @dataclass(frozen=True)
 class GroupedMatmul(Grouped):
-    """Multiplies each group of rows of x [T, K] by a separate matrix of `other` [E, K, N]: dst [T, N]. Rows outside of all groups are
-    zeros. The rows or the columns of the matrices must be contiguous."""
+    """Multiplies each group of rows of x [T, K] by one matrix of `other` [E, K, N]: dst [T, N].
+
+    Rows outside of all groups become zeros. The rows or the columns of the matrices must be contiguous.
+    """
 
     syntax = "grouped_matmul %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
 
 
 @dataclass(frozen=True)
 class GroupedOuter(Grouped):
-    """For each group, multiplies the transposed rows of x [T, K] by the rows of `other` [T, N]: dst [E, K, N]. Products of empty groups are
-    zeros. The elements of a row of `other` must also be contiguous."""
+    """For each group, multiplies the transposed rows of x [T, K] by the rows of `other` [T, N]: dst [E, K, N].
+
+    Products of empty groups are zeros. Each row of `other` must be contiguous.
+    """
 
     syntax = "grouped_outer %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
     is_outer = True
 
 
 class _Masked(Compute):
-    """Fields and methods that attention and its backward pass share, such as masks."""
+    """Fields and methods that attention shares with its backward pass."""
 
     scale: float
     diagonal: Expr | None
@@ -126,7 +130,7 @@ class _Masked(Compute):
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
         count = len(reads) - len(self.masked_by)
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # a constant when the check executes the instruction
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # Checks pass a constant.
         masks = dict(zip(self.masked_by, reads[count:], strict=True))
         return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 
@@ -139,16 +143,19 @@ class Attention(_Masked):
     Query head h uses key head h / (H / G). The masks are:
 
     - `diagonal`: row i sees columns up to i + diagonal. With `window`, row i sees only the last `window` of these columns.
-    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the diagonal is relative to this number.
+    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, row i sees columns up to i + diagonal + this
+      number.
     - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
-    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last sequence. Rows see only columns of
-      the same sequence.
+    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of their
+      sequence.
 
-    `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. In all other buffers, the elements of a row must be contiguous.
+    `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. Each row of every other buffer must be contiguous.
 
-    Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees no column has result 0,
-    and an lse below -1e30. `kernels` names a library of kernels of this package, such as `bf16_64` for heads of up to 64 elements. CUDA
-    uses these kernels where cuDNN does not support the op.
+    Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees no column gives 0, and
+    an lse below -1e30.
+
+    `kernels` names a library of this package, such as `bf16_64` for heads of up to 64 elements. CUDA uses the library if cuDNN does not
+    support the op.
     """
 
     q: Read
@@ -178,8 +185,11 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """Gradients of q, k and v, given `gradient`, the gradient of the result. `o` and `lse` are the results of Attention. `dbias` receives
-    the gradient of the bias, summed over the dims along which the bias broadcasts."""
+    """Gradients of q, k and v from `gradient`, the gradient of the result.
+
+    `o` and `lse` are the results of Attention. `dbias` receives the gradient of the bias. If the bias was broadcast, its gradient is summed
+    over the broadcast dims.
+    """
 
     q: Read
     k: Read
@@ -214,8 +224,8 @@ class AttentionBackward(_Masked):
 class Launch(Compute):
     """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
 
-    If `sent_on` names a channel, a launch_reduce_scatter of the launch's only result follows on this channel. With peer access, the kernel
-    then stores the blocks for other ranks in the memory of these ranks, and not in the result.
+    If `sent_on` names a channel, a launch_reduce_scatter of the only result follows on this channel. If ranks have peer access, the kernel
+    stores each block in the memory of the rank that receives the block.
     """
 
     kernel: Launched
@@ -227,7 +237,7 @@ class Launch(Compute):
 
 @dataclass(frozen=True)
 class Copy(Compute):
-    """dst = src. The two buffers have the same shape and dtype, and any strides."""
+    """dst = src. Both buffers have the same shape and dtype. Any strides are possible."""
 
     src: Read
     dst: Write
@@ -241,7 +251,7 @@ class Copy(Compute):
 
 @dataclass(frozen=True)
 class Pack(Compute):
-    """Writes the blocks of src to dst, one after another. Blocks, and the elements of a block, are in row-major order."""
+    """Writes the blocks of src to dst, one after another. The blocks, and the elements of each block, are in row-major order."""
 
     src: Read
     dst: Write
@@ -257,7 +267,7 @@ class Pack(Compute):
         return (reads[0].ravel()[self.order(np, sizes)].reshape(reads[0].shape),)
 
     def order(self, np: Any, sizes: Sizes) -> Any:
-        """For each element of dst, its index in src."""
+        """Index in src of each element of dst."""
         shape = [cut.size.bind(sizes) for cut in self.cuts]
         places = np.arange(prod(shape)).reshape(shape)
         return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
@@ -265,7 +275,7 @@ class Pack(Compute):
 
 @dataclass(frozen=True)
 class Unpack(Pack):
-    """Inverse of Pack: src has the packed blocks of the tensor dst."""
+    """Inverse of Pack: src has the packed blocks of dst."""
 
     syntax = "unpack %{src} -> %{dst} in {cuts}"
 
@@ -275,8 +285,6 @@ class Unpack(Pack):
 
 @dataclass(frozen=True)
 class Fill(Compute):
-    """Sets every element of dst to `value`."""
-
     dst: Write
     value: int | float
     syntax = "fill %{dst} with {value}"

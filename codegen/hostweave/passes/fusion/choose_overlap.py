@@ -1,4 +1,4 @@
-"""Forms chunk loops: chooses the ops and the chunking of each loop, and the algorithms of the reshards.
+"""Forms chunk loops: chooses the ops of each loop, its chunks, and the algorithms of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -42,7 +42,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, and the dim of the op's result that the loop splits. If the op is a reshard, `change` is its step."""
+    """An op of a loop. The loop splits dim `dim` of its result. `change` is the step of a reshard."""
 
     op: Op
     dim: int
@@ -54,7 +54,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """True for reshards except local slices, and for reductions with a partial result, because a reshard of the result follows."""
+        """True for reshards except local slices. Also true for reductions with a partial result, because a reshard follows."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -72,8 +72,8 @@ class _Choice:
         self.number = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
-        self.rotations: dict[str, str | None] = {}  # streamed value -> the rotation of its loop: "local_first", "local_last" or None
-        self.joined: dict[str, list[_Member]] = {}  # streamed value -> the ops that join its loop
+        self.rotations: dict[str, str | None] = {}  # streamed value -> rotation of its loop
+        self.joined: dict[str, list[_Member]] = {}  # streamed value -> further ops of its loop
 
     def choose(self, root: Op, stream: Stream) -> None:
         if stream.algorithm and stream.algorithm not in NAMES:
@@ -96,18 +96,16 @@ class _Choice:
             self.rotations[member.name] = rotation
         self.joined[root.result.name] = members[1:]
 
-    # --- members of a loop ---
-
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications of its operands, and the producers of the communicated values.
 
-        In a loop by shard, each iteration reads the shard of one rank. The search for members therefore stops at a gather of the chunked
-        dim. In a loop across shards (`through_gathers`), all members must split the chunked dim into equally many shards.
+        In a loop by shard, an iteration reads the shard of one rank, so the search stops at a gather of the chunked dim. In a loop across
+        shards (`through_gathers`), all members must split the chunked dim into the same number of shards.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
         shards = self.shards(found[0])
-        for member in found:  # `found` grows during the iteration
+        for member in found:  # `found` grows during the iteration.
             if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
                 for producer, beside in self.producers(member):
                     if not through_gathers or len(shards | self.shards(producer)) < 2:
@@ -117,7 +115,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards of the chunked dim, in a member's result and in the operand of a reshard. Omits the number 1."""
+        """Numbers of shards of the chunked dim in a member's result, and in the operand of a reshard. Omits 1."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
@@ -125,7 +123,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """Ops that compute the operands and can run in the loop, each with the further consumers that must join the loop."""
+        """Yields producers of operands that can run in the loop. With each come the further consumers that must join the loop."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
@@ -134,7 +132,7 @@ class _Choice:
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
             if OPS[member.op.kind].is_product and i > 1 and (op.kind != "all_gather" or op.result.type.dims[dim].size != rows):
-                continue  # scales are communicated before the loop, unless they are gathered along the chunked rows
+                continue  # Scales are communicated before the loop, unless they are gathered along the chunked rows.
             producer = self.member(op, dim)
             if (beside := self.beside(producer, member)) is None:
                 continue
@@ -144,8 +142,10 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join. A consumer that
-        joins is streamed like `member`. If a value is gathered, its consumers without a stream can run after the loop."""
+        """Consumers of `producer`, except `member`, that must join the loop. None if one of them cannot join.
+
+        Such a consumer must be streamed like `member`. Consumers of a gathered value without a stream can run after the loop.
+        """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
             others = [op for op in others if not self.comes_later(op, member)]
@@ -154,7 +154,7 @@ class _Choice:
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
         here = self.number[member.name]
-        walked = {producer.name: producer.dim, member.name: member.dim}  # value computed in the loop -> its chunked dim
+        walked = {producer.name: producer.dim, member.name: member.dim}  # value that the loop computes -> its chunked dim
         found = []
         for op in others:
             stream = op.result.stream if op else None
@@ -170,7 +170,7 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if `op` can read the gathered value after the loop. None stands for the return of the value."""
+        """True if `op` can read the gathered value after the loop. None stands for the caller."""
         return op is None or (op.result.stream is None and self.number[op.result.name] > self.number[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
@@ -186,10 +186,8 @@ class _Choice:
                 text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all users over the same dim, in equal chunks"
                 warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 
-    # --- loops with communication ---
-
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:
-        """The chunking of the loop, and the algorithm of each reshard. Both are empty if the loop has no communication."""
+        """Chunking of the loop, and algorithm of each reshard. Both are empty if the loop has no communication."""
         possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
             fitting = {name: [one for one in algorithms if one.chunking == step] for name, (_, algorithms) in possible.items()}
@@ -197,7 +195,7 @@ class _Choice:
             rotations, names = {one.rotation for one in by.values()}, {one.name for one in by.values()}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
                 return step, by
-        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a process group of one rank communicates nothing
+        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # A process group of one rank communicates nothing.
         if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
         return "", {}
@@ -223,7 +221,7 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True if the meshes of a move are disjoint, and each rank sends or receives its local tensor as one block."""
+        """True if the two meshes of a move are disjoint, and each rank sends or receives its local tensor as one block."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
@@ -249,10 +247,9 @@ class _Choice:
             f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location
         )
 
-    # --- loops without communication ---
-
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation: those of an earlier loop that can fuse with this loop, else the stated chunking or across shards."""
+        """Chunking and rotation of an earlier loop that can fuse with this loop. Without such a loop, the stated chunking or across
+        shards."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -267,7 +264,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of the operand."""
+        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of it."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -276,7 +273,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim of known size that the loop or a reshard splits unevenly. "" if there is no such dim."""
+        """Describes a dim of known size that the loop or a reshard splits unevenly. "" if there is none."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):
@@ -289,8 +286,6 @@ class _Choice:
     def leave_out(self, root: Op, why: str) -> None:
         text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim so that the split is even"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
-
-    # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
         moved = {member.name for members in self.joined.values() for member in members}
@@ -313,7 +308,7 @@ class _Loops:
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
         %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-    becomes the view %v, followed by one loop of %h and %y. Views alone do not form a loop.
+    becomes the view %v and one loop of %h and %y. Views alone do not form a loop.
     """
 
     def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
@@ -347,38 +342,38 @@ class _Loops:
         )
 
     def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if an op can join `loop`. `alone` is the loop that contains only the op."""
+        """True if an op can join `loop`. `alone` is the loop of the op alone."""
         flow, stream = self.flow, op.result.walked
         if replace(alone, ops=loop.ops) != loop or not self.walk_alike(alone, loop):
             return False
         fed = (user.result.stream for user in flow.consumers[op.result.name])
         if loop.by_block and (any(other and other.algorithm for other in fed) or (stream.algorithm and not self.moves_with(op, loop))):
-            return False  # only one communication of a loop can determine the block of an iteration
+            return False  # Only one communication of a loop can determine the block of an iteration.
         for number, operand in enumerate(op.operands):
             if not isinstance(operand, str) or not loop.makes(operand):
                 continue
             produced = flow.values[operand].walked
             if flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-                return False  # the op reads beyond the chunk of its iteration
+                return False  # The op reads beyond the chunk of its iteration.
             is_communicated = loop.communication is not None and loop.communication.result.name == operand
             if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
-                return False  # the shard is complete only after the last iteration
+                return False  # The shard is complete only after the last iteration.
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do `op` and the gathers of the loop. Some op must read both `op` and the loop's first gather."""
+        """True if one communication can do both `op` and the gathers of the loop. An op must read both `op` and the loop's first gather."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False
         return (step_of(op).axes, op.result.walked.algorithm) == (step_of(first).axes, first.result.walked.algorithm)
 
     def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if the chunks of the op have the same rows as the chunks of the loop, or if all chunks have equal size."""
+        """True if the chunks of the op have the rows of the loop's chunks, or if all chunks have equal size."""
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
         return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))
 
 
 def _in_loop(op: Op) -> Stream:
-    """Stream of an op inside a loop. The loop itself states the chunks and the chunking."""
+    """Stream of an op inside a loop. The loop itself states the chunks."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

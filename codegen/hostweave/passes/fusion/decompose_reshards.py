@@ -1,4 +1,4 @@
-"""Decomposes every reshard into collectives and local slices. Emits equal steps once, and removes reshards without effect.
+"""Decomposes every reshard into collectives and local slices. Emits equal steps once. Removes reshards without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -40,7 +40,7 @@ class _Decomposition(OpRewriter):
         self.types = dict(fusion.types)
         self.producer: dict[str, int] = {}  # value -> index of its op in `ops`
         self.consumers = consumers(fusion)
-        self.same: dict[str, str] = {}  # result of a removed reshard -> the value to use instead
+        self.same: dict[str, str] = {}  # result of a removed reshard -> value that replaces it
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
@@ -54,7 +54,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # A move to another mesh can take a block from any rank that stores the block, so local slices before the move are skipped.
+        # A move to another mesh can take a block from any rank that stores the block, so it skips local slices.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
@@ -79,14 +79,14 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims with blocks of different sizes, if the transport moves blocks by gets, which need equal blocks."""
+        """Dims with blocks of different sizes, if the transport moves blocks by gets. Gets need equal blocks."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves a value to another mesh. Gathers `dims` before the move, and slices `dims` after the move."""
+        """Moves a value to another mesh. Gathers `dims` before the move, and slices them after the move."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
@@ -110,7 +110,7 @@ class _Decomposition(OpRewriter):
         self.remove(op, self.resharded(op, source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
-        """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their positions."""
+        """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their places."""
         axes = layout(self.types[source])[dim]
         ranks, piece = self.pieces(source, dim, axes)
         by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")
@@ -131,7 +131,7 @@ class _Decomposition(OpRewriter):
         return self.make("renumber", by_rank, how=attributes(axis=dim, sources=order), word="in_zigzag")
 
     def pieces(self, source: str, dim: int, axes: Axes) -> tuple[Size, Size]:
-        """Number of ranks, and the size of a piece. Each rank has two pieces."""
+        """Number of ranks, and size of a piece. Each rank has two pieces."""
         ranks = self.types[source].mesh_in(self.mesh).size_of(axes)
         return Size(ranks), self.types[source].shape[dim] // (2 * ranks)
 
@@ -154,7 +154,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits an intermediate step of a reshard. Returns its result, or the result of an equal step that was emitted before."""
+        """Emits an intermediate step of a reshard. Returns its result, or the result of an equal earlier step."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
@@ -163,7 +163,7 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. If possible, the op of the operand gets the name and stream of the result."""
+        """Removes a reshard without effect. If possible, the op of its operand gets the name and stream of the result."""
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1
         is_returned = None in self.consumers[name] and None not in self.consumers.get(source, ()) and not op.result.stream

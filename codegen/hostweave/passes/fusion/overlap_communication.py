@@ -40,11 +40,10 @@ from hostweave.types.tensor import BufferType
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists communications of a program and of its functions just far enough to hide their time. Marks a communication `async` if this
-    saves time.
+    """Hoists communications just far enough to hide their time. Marks a communication `async` if this saves time.
 
-    A kernel that itself exchanges small blocks with other ranks is faster than a collective, but must not overlap with communication.
-    The pass does nothing if such kernels (see `reduce_in_kernels`) would save more time than overlap.
+    A kernel that exchanges small blocks itself is faster than a collective, but must not overlap with communication (see
+    `reduce_in_kernels`). The pass does nothing if such kernels would save more time than overlap.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -60,10 +59,10 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
     """True if small collectives in kernels save more time than async communications hide, at the stated sizes and over all calls."""
     calls, saved, hidden = Counter({fusion.name: 1}), 0.0, 0.0
-    for body in (fusion, *reversed(fusion.functions)):  # callers before callees
+    for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.kind == "output":  # names a further result of a call, and costs nothing
+            if op.kind == "output":  # It names a further result of a call, and costs nothing.
                 continue
             if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
@@ -98,13 +97,10 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Overlaps the communications of one body.
+    """Hoists each communication of a body past just enough work to hide it. Communications keep their order.
 
-    Hoists a communication past just enough work to hide it. From the new position on, the result occupies memory. Communications
-    keep their order. Before that, matmuls that no large op needs move down to positions at which a rank would wait.
-
-    A choice records whether a gather or reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that
-    overlap with nothing may use copy engines too.
+    First, matmuls that no large op needs move down to places where a rank would wait. A choice records if a gather or reduce-scatter of
+    stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use copy engines too.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -130,7 +126,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves all-reduces to the end if they overlap with nothing and no large op needs them, so that they can be grouped."""
+    """Moves all-reduces to the end if they overlap with nothing and no large op needs them. They can then be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -157,7 +153,7 @@ class _Transfers:
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
-        """Returns the communication with its chosen transport. Copy engines always use a separate stream."""
+        """The communication with its chosen transport. Copy engines always use a separate stream."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
             possible = alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
@@ -172,6 +168,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. False on a mesh of some ranks, because other ranks would wait for an unrecorded event."""
+    """False on a mesh of some ranks: the other ranks would wait for an unrecorded event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

@@ -1,4 +1,4 @@
-"""Computes pointwise ops in the shape before or after a reshape, so that the ops fuse with kernels of that shape.
+"""Computes pointwise ops in the shape before or after a reshape. They then fuse with kernels of that shape.
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together, as a group. A group does not move if another kernel reads values of the group, or computes operands of the group, in the old
-shape. The pass skips sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
+together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. The pass skips
+sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pointwise ops of one shape, as names of their results, and the new shape of the ops."""
+    """Names of pointwise ops of one shape, and their new shape."""
 
     names: set[str]
     have: Shape
@@ -51,7 +51,7 @@ class _Groups:
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
-        """The group of an op, with its new shape. None if no move lets the group fuse with more kernels."""
+        """Group of an op, with its new shape. None if no move lets the group fuse with more kernels."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
@@ -66,7 +66,7 @@ class _Groups:
         return None
 
     def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
-        """Shapes to which the group could move: those in which kernels compute its reshaped operands, or read its reshaped values."""
+        """Shapes in which kernels compute the reshaped operands of a group, or read its reshaped values."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.numbers.__getitem__):
             (source,) = self.made[result].tensors
@@ -86,7 +86,7 @@ class _Groups:
         return found
 
     def connected(self, op: Op) -> set[str]:
-        """Results of the group of `op`: `op`, and pointwise ops of the same shape that are connected to `op` by operands or results."""
+        """Results of the group of `op`: the pointwise ops of its shape that are connected to `op` by operands or results."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()
@@ -131,12 +131,12 @@ class _Groups:
 
 
 class _Moving(OpRewriter):
-    """Gives the ops of groups their new shapes, and adds reshapes of their operands and results where needed."""
+    """Gives the ops of groups their new shapes. Adds reshapes of operands and results where needed."""
 
     def __init__(self, fusion: Fusion, groups: Iterable[_Group]):
         super().__init__(fusion)
         self.made, self.group_of = fusion.made, {name: group for group in groups for name in group.names}
-        self.dropped: dict[str, str] = {}  # reshape after a group -> value of the moved op, which consumers read instead
+        self.dropped: dict[str, str] = {}  # reshape after a group -> value that consumers read instead
 
     def add(self, op: Op) -> None:
         self.op, name = op, op.result.name

@@ -1,4 +1,4 @@
-"""Moves the reduction of partial sums past linear ops, to the position where the fewest bytes are reduced.
+"""Moves the reduction of partial sums past linear ops, to the place where the fewest bytes are reduced.
 
     %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
     %a: f32[M, K] = reshard(%a_partial)
@@ -33,14 +33,14 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """Moves the reduction of each partial sum past later ops if this saves bytes, or saves communications at equal bytes."""
+    """Moves a reduction if this saves bytes, or saves communications at equal bytes."""
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """The terms of a value, and their type. A rank applies the value's op to `operands`. Operands in `summed` are terms too."""
+    """Terms of a value, and their type. A rank applies the value's op to `operands`. Operands in `summed` are terms too."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -48,7 +48,7 @@ class _Terms:
 
 
 class _Sinking:
-    """Decides by a minimum cut, for each value, if its op is applied to terms or to sums."""
+    """Decides by a minimum cut if each op is applied to terms or to sums."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
@@ -90,7 +90,7 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """True if other ops can read the terms of a value in place of its sum. A sum whose sharding the user states must be computed."""
+        """True if ops can read the terms of a value instead of its sum. A sum must be computed if the user states its sharding."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
@@ -100,7 +100,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """The operand of the reshard that computes the value, if the compiler inserted the reshard. Otherwise the value itself."""
+        """Operand of the reshard that computes the value if the compiler inserted this reshard. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
@@ -115,7 +115,7 @@ class _Sinking:
         """Edges of the flow graph. The cost of a cut is the number of bytes of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # the terms are reduced along several axes, one after the other
+            if source in self.passing:  # The terms are reduced along one axis after another.
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -135,7 +135,7 @@ class _Sinking:
             yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
 
     def cost(self, terms: TensorType, name: str) -> int:
-        """Cost of a reduction as one int, which orders reductions by number of bytes, and then by number of communications."""
+        """Cost of a reduction as one int, which orders reductions by bytes, and then by number of communications."""
         moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
         return int(moved * 2**20) + count
 

@@ -1,4 +1,4 @@
-"""Folds pointwise ops on the result of a matmul into the epilogue of the matmul, if cuBLASLt supports this epilogue.
+"""Folds pointwise ops on the result of a matmul into its epilogue, if cuBLASLt supports the epilogue.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h
@@ -10,11 +10,11 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, an added tensor of the result's layout, a bias per column, relu, and the tanh gelu of results of at most 16 bits. The
-epilogue operates on unrounded sums. The matmul moves to the position of the kernel.
+Folds a factor, an added tensor with the layout of the result, a bias per column, relu, and the tanh gelu of results of at most 16 bits. The
+epilogue reads unrounded sums. The matmul moves to the kernel.
 
-Folds either all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory.
-In a sum of several matmuls, each matmul accumulates onto the result of the previous matmul.
+Folds all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory. In a
+sum of matmuls, each matmul accumulates onto the result of the one before.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """Replacement of a launch: a matmul, and the launch of the kernel that remains, if any."""
+    """Replacement of a launch: a matmul, and the launch of the rest of the kernel, if any."""
 
     old: Place
     new: ir.Matmul
@@ -67,7 +67,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
-        """The matmul that writes a buffer. None if other instructions access the buffer, or if the matmul cannot move to `reader`."""
+        """Matmul that writes a buffer. None if other instructions access the buffer, or the matmul cannot move to `reader`."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -90,13 +90,13 @@ class _Matmuls:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
             if longer is None and gone and self.is_sum_of_products(launch, kernel):
-                targets[value] = made  # the other matmuls of the sum accumulate onto this buffer
+                targets[value] = made  # The other matmuls of the sum accumulate onto this buffer.
                 break
             if longer is None:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
         ended = replace(ended, dst=targets[value], location=gone[-1].location)
-        # the shapes differ if a folded op broadcasts the result of the matmul
+        # The shapes differ if a folded op broadcasts the result of the matmul.
         if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
@@ -112,7 +112,8 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel only adds results of matmuls and at most one other tensor, so that folding all matmuls removes the kernel."""
+        """True if a kernel only adds results of matmuls and at most one other tensor. If all these matmuls are folded, the kernel
+        disappears."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
@@ -146,7 +147,7 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
             return _scaled(matmul, -1.0)
         case "multiply", int(factor) | float(factor):
             return _scaled(matmul, factor)
-        # only powers of 2, whose reciprocals are exact
+        # Only powers of 2 have exact reciprocals.
         case "divide", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:
             return _scaled(matmul, 1 / divisor)
     return None
@@ -159,7 +160,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """The kernel without the folded ops. The result of the matmul becomes an input if remaining ops read it."""
+    """Kernel without the folded ops. The result of the matmul becomes an input if other ops read it."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)
@@ -168,7 +169,7 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    names: dict[ir.Kernel, str] = {}  # kernel that remains after a fold -> its name
+    names: dict[ir.Kernel, str] = {}
 
     def edit(found: _Folded) -> tree.Body:
         if found.left is None:

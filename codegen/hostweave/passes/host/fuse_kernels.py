@@ -10,8 +10,8 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
 writes %h.
 
-Also merges kernels that read the same elements, if the later launch can move to the earlier one. Each kernel records why it is not fused
-further.
+If two kernels read the same elements, and the later launch can move to the earlier one, merges the kernels. The field `ends` of each kernel
+states why its fusion ended.
 """
 
 from bisect import bisect_left
@@ -31,14 +31,14 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-CHEAP = 10  # number of additions that take about as long as reading an element
-MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block processes in less time than a second launch takes
+CHEAP = 10  # number of additions that take as long as a read of one element
+MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block reads faster than a second launch would
 _number = attrgetter("number")
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     links = Links(_unshared(program))
-    # Kernels whose results all consumers can recompute are fused first.
+    # Kernels whose results are cheap to recompute are first.
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
@@ -60,7 +60,7 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the accesses to their buffers. `fuse` and `join` change both, and `fused` returns the new program."""
+    """The launches of a program, and the accesses to their buffers. `fuse` and `join` change both. `fused` returns the new program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -71,16 +71,16 @@ class Links:
         self._touches = dict(self.uses.touches)
         self._signals = [place.number for place in self.uses.places if tree.names(place.instruction, "record", "fork")]
         self._waits = [place.number for place in self.uses.places if _waits(place.instruction)]
-        self._changes: dict[int, tree.Instruction | tree.Body] = {}  # replacements of the program's instructions, by number
+        self._changes: dict[int, tree.Instruction | tree.Body] = {}  # number of an instruction -> its replacement
         self._tried: dict[tuple[ir.Launch, ir.Launch, tuple[str, ...]], _FusedLaunch | str] = {}
-        self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
+        self._moved: dict[int, int] = {}  # number of a definition -> number of the launch before which the definition moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses launches that fulfil `fits` into their consumers, from the last launch to the first. True if any was fused."""
+        """Fuses each launch for which `fits` is true into its consumers, from last to first. Returns True if a launch was fused."""
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()  # a kernel that was just fused comes next, because a consumer may absorb this kernel too
+            producer = waiting.pop()  # A fused kernel is next, because its consumer may absorb it too.
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)
@@ -90,14 +90,14 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Merges launches that read the same elements, at the position of the earlier launch. True if any were merged."""
+        """Merges launches that read the same elements, at the position of the earlier launch. Returns True if launches were merged."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges two launches that read the same elements. Returns the places that access memory of the merged launch."""
+        """Merges two launches. Returns the places that access memory of the merged launch."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -127,7 +127,6 @@ class Links:
             del self.launches[place]
 
     def fused(self) -> ir.HostProgram:
-        """The program after all changes, without dead code."""
         edits = self._changes | dict.fromkeys(self._moved, ())
         for number, before in sorted(self._moved.items(), reverse=True):
             now = edits[before]
@@ -137,7 +136,7 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if the instruction at `place` precedes the launch at `other`, or was moved before this launch."""
+        """True if the instruction at `place` is before the launch at `other`, or was moved there."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
@@ -152,7 +151,7 @@ class Links:
         return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
-        """Instructions other than the launch that access these results of the launch, in program order."""
+        """Other instructions that access these results of a launch, in program order."""
         return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
 
     def _accesses(self, roots: set[str]) -> list[Place]:
@@ -160,15 +159,15 @@ class Links:
         return sorted(touching, key=_number)
 
     def waits(self, first: Place, last: Place) -> bool:
-        """True if an instruction between two places waits for other streams, or orders streams and is not a fork."""
+        """True if an instruction between two places waits for other streams."""
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
-        """Instructions between two places that access the memory of these alias roots."""
+        """Instructions between two places that access these alias roots."""
         return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
-        """Views from `start` to `name`. None if there is no such path, or if one of the views omits elements of its source."""
+        """Views from `start` to `name`. None if there is no path, or if a view omits elements of its source."""
         steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
@@ -181,8 +180,10 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """Fused launches of all consumers if all may recompute the results, otherwise the fused launch of the first consumer. If nothing
-        can be fused, returns the reason as text."""
+        """Fused launches of all consumers if each may recompute the results, otherwise the fused launch of the first consumer.
+
+        Returns the reason as text if nothing can be fused.
+        """
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -197,7 +198,7 @@ class Links:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
         if launches[0].number < producer.number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
-        if len(launches) == len(others) and self.is_free(producer):  # each consumer can recompute the results
+        if len(launches) == len(others) and self.is_free(producer):
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
@@ -213,7 +214,7 @@ class Links:
         return found
 
     def merged(self, producer: Place, consumer: Place, kept: list[str]) -> _FusedLaunch | str:
-        """The consumer's launch after fusion with the producer, or the reason why the fused kernel would be slow. Cached."""
+        """The consumer's launch after fusion with the producer, or the reason why the fused kernel would be slow."""
         given = self.launches[producer], self.launches[consumer], tuple(kept)
         if given not in self._tried:
             merged = fused_launch(self, producer, consumer, kept)
@@ -221,14 +222,15 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is a launch that writes slices next to those of the producer, in every buffer that both write."""
+        """True if `other` is a launch that writes the slices before or after the slices of the producer, in every buffer that both
+        write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
         return all(self._are_beside(a, b) or self._are_beside(b, a) for a, b in pairs)
 
     def _are_beside(self, first: str, second: str) -> bool:
-        """True if the second view begins where the first view ends, along a dim of the same buffer."""
+        """True if the second view begins at the end of the first view, along one dim of one buffer."""
         one, other = (self.uses.views[name].instruction if name in self.uses.views else None for name in (first, second))
         if not isinstance(one, ir.PartialView) or not isinstance(other, ir.PartialView) or one.src != other.src:
             return False
@@ -236,18 +238,18 @@ class Links:
         return dim == other_dim and start + expr_of(size) == other_start
 
     def is_free(self, producer: Place) -> bool:
-        """True if all consumers of a launch's results may recompute them."""
+        """True if each consumer may recompute the results of a launch."""
         launch = self.launches[producer]
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
     def _called(self, producer: Place, user: Place) -> str:
-        """Name, in the producer's kernel, of the result that `user` accesses."""
+        """Name of the result that `user` accesses, in the producer's kernel."""
         launch = self.launches[producer]
         pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if it can do both."""
+        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if there is no reason."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -266,7 +268,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """True if an instruction may write the buffers after `place` has read them, perhaps in a later iteration of a loop."""
+        """True if an instruction may write the buffers after `place`. A later iteration of a loop counts."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
@@ -289,7 +291,8 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputation reads no more bytes than a load: a cast that does not narrow, or a cheap formula of small inputs."""
+    """True if recomputation reads no more bytes than a load of the result. Casts that do not narrow, and cheap formulas of small inputs
+    qualify."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP
@@ -306,13 +309,13 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly: the value depends neither on all indices, nor on exactly the kept indices."""
+    """True if a kernel would compute a value more than once. Such a value lacks an index, and its indices are not exactly the kept ones."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
 
 def _divides_by_constant(op: Op) -> bool:
-    """True for a division of integers if a multiplication and a shift can compute it."""
+    """True for an integer division that a multiplication and a shift can compute."""
     return op.kind == "floor_divide" and op.result.type.dtype.kind in ("int", "uint") and not isinstance(op.operands[1], str)
 
 
@@ -324,7 +327,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first. Returns the merged launch, and the instructions that must move before it."""
+    """Merges the later launch into the first. Returns the merged launch, and the views that must move before it."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))
@@ -360,8 +363,10 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses the producer's launch, at `place`, into the consumer's launch, at `into`. The kernel also writes the `kept` results. The fused
-    kernel keeps the value names of the consumer's kernel."""
+    """Fuses the launch at `place` into the launch at `into`.
+
+    The fused kernel also writes the `kept` results. It keeps the value names of the consumer's kernel.
+    """
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> name of its value in the consumer's kernel
@@ -395,10 +400,10 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops, which arise if the same producer is fused into several operands of a kernel."""
+    """Removes repeated ops. They arise if one producer is fused into several operands of a kernel."""
     if len(kernel.ops) < 2:
         return kernel
-    # Ops that read a vector along rows, along columns and at a computed index are three different ops.
+    # Equal ops may read a vector along rows, along columns, or at a computed index. Their results differ.
     walked = iteration(kernel)
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
@@ -420,7 +425,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """Converts the views on the path from `source` to `name` into ops of a kernel. The last op computes `name`."""
+    """Converts the views from `source` to `name` into ops of a kernel. The last op computes `name`."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
@@ -453,7 +458,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
-    """Names kernels after their ops, and merges kernels that differ only in names."""
+    """Names kernels after their ops. Merges kernels that differ only in names."""
     first: dict[ir.Kernel, ir.Kernel] = {}
     names: dict[str, str] = {}
     taken: set[str] = set()

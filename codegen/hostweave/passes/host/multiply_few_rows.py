@@ -1,4 +1,4 @@
-"""Fuses matmuls with the pointwise kernel that reads their results. The matmuls have few rows and a common first operand.
+"""Fuses matmuls of few rows and a common first operand with the pointwise kernel that reads their results.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -12,15 +12,15 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-With few rows, reading the weights takes nearly all of the time, and one kernel reads all weights in one pass. With more rows, the matmuls
-run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. If the number of rows is known at
-compile time, there is no `if`.
+With few rows, the reads of the weights take nearly all of the time, and one kernel reads all weights in one pass. With more rows, the
+matmuls run concurrently: one matmul uses multiprocessors that the last wave of another leaves idle. There is no `if` if the number of rows
+is known at compile time.
 
-Other matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known, and the number of rows
-must be above FEW_ROWS and at most MOST_ROWS.
+Other matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known. The number of rows must
+be above FEW_ROWS and at most MOST_ROWS.
 
-This pass runs after plan_memory, so the body contains deallocates. Deallocates between the matmuls and the kernel move after the kernel,
-because the fused kernel reads the operands of the matmuls.
+This pass runs after plan_memory. Deallocates between the matmuls and the kernel move after the kernel, because the fused kernel reads the
+operands of the matmuls.
 """
 
 from collections.abc import Collection, Iterator
@@ -44,14 +44,14 @@ BESIDE = "beside"  # pool of streams for concurrent matmuls
 PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
-MOST_ROWS = 128  # largest number of rows for which reading the weights takes longer than multiplying
-MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; reading fewer bytes takes less time than a fork
+MOST_ROWS = 128  # most rows for which the reads of the weights take longer than the products
+MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; a fork takes longer than a read of fewer bytes
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
-    names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
+    names: dict[ir.Kernel, str] = {}
     streams = 0
     for place, i in uses.instructions(ir.Launch):
         if i.sent_on or i.kernel not in kernels or not (products := _products(uses, place, i, kernels[i.kernel])):
@@ -80,7 +80,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """Runs the matmuls concurrently, the first one on the caller's stream."""
+    """Runs the matmuls concurrently. The first one is on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -90,7 +90,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls that can run concurrently: they have the same first operand, and can move to the last of them."""
+    """Groups of matmuls that can run concurrently. They have the same first operand, and can move to the last of them."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):
@@ -111,7 +111,7 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if a matmul has too many rows to be fused, but reading the weights still takes most of the time. False if sizes are unknown."""
+    """True if a matmul has too many rows to be fused, but the reads of its weights take most of the time. False if sizes are unknown."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2
@@ -119,7 +119,7 @@ def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
 
 
 def _products(uses: DefUse, place: Place, launch: ir.Launch, kernel: ir.Kernel) -> list[PlacedMatmul]:
-    """The matmuls whose results a kernel reads. Empty if the kernel cannot be fused with all of them."""
+    """Matmuls whose results a kernel reads. Empty if the kernel cannot be fused with all of them."""
     found = list(_read_products(uses, place))
     if not 2 <= len(found) <= ir.PRODUCTS or place.around:
         return []
@@ -184,7 +184,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The fused kernel without a name: the matmuls, then the ops of `kernel`. Also returns the buffers that the fused kernel reads."""
+    """The fused kernel without a name: the matmuls, then the ops of `kernel`. Also returns the buffers that it reads."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

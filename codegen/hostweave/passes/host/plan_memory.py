@@ -1,4 +1,4 @@
-"""Lets buffers share memory if forks, joins and events ensure disjoint live ranges.
+"""Buffers share memory if forks, joins and events make their live ranges disjoint.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h
@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before the definition of its first view. A buffer is deallocated once the caller's stream is
-ordered after all uses, unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocate.
-Offsets are computed at run time, when sizes are known.
+A buffer is allocated before its first use, or before its first view. It is deallocated when the caller's stream is ordered after all uses,
+unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are computed at
+run time, when sizes are known.
 """
 
 from collections import defaultdict
@@ -29,22 +29,22 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replaced(program, body=Planner(program).body(program.body, on_caller=True))
 
 
-StreamId = tuple[str, int]  # a stream: its pool and index
+StreamId = tuple[str, int]  # pool of a stream, and index in the pool
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> stream of the last record (None: the caller's stream), and index of the child that contains this record
+# event -> stream of its last record (None: the caller's stream), and index of the child that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
-# an access: index of a child, and the streams on which the child accesses the buffer; CALLER is the caller's stream
+# An access: index of a child, and the streams on which the child accesses the buffer. CALLER is the caller's stream.
 _Touch = tuple[int, StreamIds]
 
 
 class _VectorClock:
-    """Order between the streams and the children of a body. A child is an instruction of the body, given by its index."""
+    """Order of streams and children. A child is an instruction of the body, given by its index."""
 
     def __init__(self) -> None:
-        # for each child: stream -> earlier child after which work of the stream may begin
+        # For each child: stream -> earlier child after which work of the stream may begin.
         self.begun: list[dict[StreamId, int]] = []
         # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
@@ -95,18 +95,16 @@ class Planner:
             return tree.with_bodies(i, lambda body: tuple(self.child(inner, on_caller) for inner in body))
         return tree.with_bodies(i, lambda body: self.body(body, on_caller and not tree.names(i, "stream")))
 
-    # --- first and last uses ---
-
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """The child before which a buffer must be allocated, because a stream may access the buffer from then on."""
+        """Child before which a buffer must be allocated, because a stream may access it from then on."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """The first child at whose end the body's main stream is ordered after all uses of the buffer."""
+        """First child at whose end the main stream of the body is ordered after all uses of the buffer."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # streams that allocate private buffers must also be ordered after the uses
+            for k, streams in on_streams.items():  # Streams that allocate private buffers must also be ordered after the uses.
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -117,7 +115,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Maps each child in which streams allocate private buffers to these streams."""
+        """Child -> streams that allocate private buffers in it."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -147,10 +145,8 @@ class Planner:
         pool, index = self.pools[stream[0]], stream[1]
         return (pool[index.value % len(pool)],) if isinstance(index, Const) else tuple(pool)
 
-    # --- order of streams ---
-
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
-        """Derives the order from the forks, joins, records and waits of the body."""
+        """Derives the order from forks, joins, records and waits."""
         known = _VectorClock()
         begun: dict[StreamId, int] = {}
         recorded: RecordedEvents = {}
@@ -175,7 +171,7 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at the end. Other records are ignored,
+        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Ignores other records,
         because work of the block follows them."""
         touched = False
         for i in body:
@@ -193,7 +189,7 @@ class Planner:
 
 
 def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
-    """Forgets events that are recorded in the bodies of an instruction, because a body may run any number of times."""
+    """Forgets events that the bodies of an instruction record: a body may run any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
@@ -201,14 +197,14 @@ def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """The first child at whose end the caller's stream is ordered after an access."""
+    """First child at whose end the caller's stream is ordered after an access."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """Pools of streams that a child both forks and joins, on every rank."""
+    """Pools that a child both forks and joins, on every rank."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
@@ -227,7 +223,7 @@ def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _ties(body: tree.Body) -> set[int]:
-    """Children after which an `on` body must not end, because later children use its views and indices."""
+    """Children after which an `on` body must not end: later children use its views and indices."""
     ties: set[int] = set()
     first = 0
     for i in body:
@@ -245,7 +241,7 @@ def _ties(body: tree.Body) -> set[int]:
 
 
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
-    """The mesh of a child, or None for all ranks, and the child's instruction."""
+    """Mesh of a child (None: all ranks), and its instruction."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 
@@ -254,6 +250,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """The instruction in the child's `on` body, if all ranks of `mesh` execute this body. Otherwise the child."""
+    """The instruction in the child's `on` body if all ranks of `mesh` execute this body. Otherwise the child."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -1,4 +1,4 @@
-"""Removes the copy of a rank's own chunk in a loop in which the chunks of other ranks are communicated.
+"""Removes the copy of a rank's own chunk in a loop that communicates the chunks of other ranks.
 
     if %p == rank.x {                              if %p != rank.x {
       copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
@@ -19,16 +19,14 @@ If the loop body computes the source of the copy, the computation writes directl
       group { ... }                                }
     }
 
-If the destination is read after the loop, as a part of the gathered value, the copy moves to the end of the body. No instruction waits for
-the copy there:
+If the gathered value is read after the loop, the copy moves to the end of the body. No instruction waits for it there:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-If a branch has several copies, the pass tries the last copy first. A `choose` view has two alias roots, so the pass runs after the passes
-that need one root per name.
+A `choose` view has two alias roots, so the pass runs after all passes that need one root per name.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """The last copy in a branch of a loop. None if there is no copy that the pass may remove."""
+    """Last copy in a branch of a loop. None if the pass may not remove it."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -90,7 +88,7 @@ class _Copy:
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
-        """Edits that replace the buffer `name` by a `choose` view after `views`, and put `kept` in the place of the copy."""
+        """Edits that replace the buffer `name` by a `choose` view after `views`, and the copy by `kept`."""
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
         first = self.child(users[0])
@@ -104,14 +102,14 @@ class _Copy:
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
-        """Accesses of a parameter or allocation, each with the name of the buffer or view in the instruction."""
+        """Accesses of a parameter or allocation, each with the name of the buffer or view."""
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers read the source. If the loop's result is read later, the copy moves to the body's end."""
+        """Edits after which later readers read the source. If the loop's result is read later, the copy moves to the end of the body."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
@@ -124,7 +122,7 @@ class _Copy:
         inside = ((p, name) for p, name in reads if not self._follows_loop(p))
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
-        # While this chunk is sent, only other chunks are written, because a send and a write of one chunk would race.
+        # While this chunk is sent, only other chunks may be written, because a send and a write of one chunk would race.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):
@@ -143,7 +141,8 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and views of its result. If none does, a number above all others."""
+        """Number of the first kernel that overwrites the whole copy, and views of its result. Without such a kernel, a number above all
+        others."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -193,7 +192,7 @@ def _naming(places: Iterable[Place], name: str) -> list[Place]:
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:
-    """A buffer, and those of its views that these instructions define."""
+    """A buffer, and its views that these instructions define."""
     found = {name}
     for place in places:
         if not found.isdisjoint(tree.names(place.instruction, "alias")):

@@ -1,4 +1,5 @@
-"""Does a small all_reduce, reduce_scatter or all_gather in the kernel that reads its result, or in a separate kernel.
+"""The kernel that reads the result of a small all_reduce, reduce_scatter or all_gather also does this collective. Without such a kernel, a
+separate kernel does it.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -7,10 +8,11 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks write to the memory of their peers. This takes less time than a collective. If a kernel computes the operand of a
-reduce_scatter, this kernel stores each block in the memory of the rank that receives it. A kernel occupies the device while it waits for
-other ranks. Programs that communicate on separate streams therefore keep their collectives. So do programs with signals, with a stated
-transport, or without access to peer memory.
+The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel that computes the operand of
+a reduce_scatter stores each block in the memory of the rank that receives it.
+
+A kernel occupies the device while it waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
+So do programs with signals, with a stated transport, or without access to peer memory.
 """
 
 from dataclasses import replace
@@ -44,7 +46,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _block(i: ir.FromTo) -> str:
-    """The operand or the result, whichever contains a single block."""
+    """The operand or the result, whichever has a single block."""
     return i.dst if i.blocks == "src" else i.src
 
 
@@ -65,17 +67,17 @@ class _Reducing:
         for place, i, most in found:
             launch, end = alone[place.number], place
             merged = links.union(links.uses.places[place.number])
-            for one in merged if isinstance(merged, list) else ():  # the list has at most one launch
+            for one in merged if isinstance(merged, list) else ():  # There is at most one launch.
                 between = self.uses.places[place.number + 1 : one.consumer.number]
                 is_first = not any(isinstance(p.instruction, ir.Communication) for p in between)
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
-            # a result must not share memory with the term, because other threads may still send parts of the term
+            # A result must not share memory with the term: other threads may still send parts of the term.
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
                 producer = self.sending(place, i, end)
-                if producer and producer.number in edits:  # the launch is part of another exchange
+                if producer and producer.number in edits:  # The launch is part of another exchange.
                     producer = None
                 if producer:
                     edits[producer.number] = ()
@@ -84,7 +86,7 @@ class _Reducing:
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.FromTo) -> int:
-        """Largest number of elements that a kernel should send to each rank. 0 if a kernel cannot do the collective, or would be slower."""
+        """Most elements that a kernel should send to each rank. 0 if a kernel cannot do the collective, or would be slower."""
         channel, is_nested = self.given.channel(i.channel), place.loop or place.mesh_body or place.statement != place.number
         is_sum = not isinstance(i, ir.Reduction) or i.op == "sum"
         if not is_sum or i.is_shared or is_nested or channel.mesh != self.given.mesh:
@@ -102,10 +104,10 @@ class _Reducing:
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
-        """True if the kernel of the collective may do the work of the consumer. This is always possible for an all_reduce.
+        """True if the kernel of the collective may do the work of the consumer. Always true for an all_reduce.
 
         For other collectives, no array of the consumer may be larger than the result, because the kernel has few thread blocks. The
-        consumer must not read the collective's operand, because in the kernel this buffer stands for the blocks of all ranks.
+        consumer must not read the operand of the collective: in the kernel, this buffer stands for the blocks of all ranks.
         """
         if not i.blocks:
             return True
@@ -114,11 +116,11 @@ class _Reducing:
         return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
     def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
-        """The launch that stores the term of a reduce_scatter, if the launch may store each block in the memory of the rank that receives
-        the block.
+        """The launch that stores the term of a reduce_scatter, if it may store each block in the memory of the rank that receives the
+        block.
 
-        The launch directly precedes the reduce_scatter, and no other instruction accesses the term. A kernel may store a vector along the
-        innermost dim, so each block must consist of whole rows.
+        The launch directly precedes the reduce_scatter. No other instruction accesses the term. Each block must consist of whole rows,
+        because a kernel may store a vector along the innermost dim.
         """
         touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
         if len(touches) != 2 or not i.sends_blocks or not self.uses.is_whole(i.src) or touches[0].body is not place.body:
@@ -154,7 +156,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Adds a second parameter for the term if ops other than the collective read the term."""
+    """Adds a second parameter for the term if ops after the collective read it."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

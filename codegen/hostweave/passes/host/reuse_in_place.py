@@ -1,4 +1,4 @@
-"""Lets a result reuse the memory of an operand after the operand's last use, or computes an operand into the memory of the result.
+"""A result reuses the memory of an operand after the last use of the operand. Or an operand is computed in the memory of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -8,12 +8,10 @@
     matmul %a, %v -> %t                       matmul %a, %v -> %t
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
-If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to the destination. `may_overwrite` decides whether an instruction may write a result over an operand, element by element. A matmul
-may write over the buffer onto which it accumulates.
+If the source and the destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
+writes to its destination. `may_overwrite` decides if an instruction may write a result over an operand.
 
-A result is computed directly in donated memory if all reads of the donated input come first. Otherwise the result is copied to this memory
-at the end.
+A result is computed in donated memory if all reads of the donated input come first. Otherwise the result is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -40,13 +38,13 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """The decisions so far. `merged` maps each allocation that became a view to the buffer whose memory the view shares."""
+    """Decisions so far. `merged` maps each allocation that became a view to the buffer that contains its memory."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of removed instructions
         self.before: dict[int, tree.Body] = {}  # number of an instruction -> new instructions before it
-        # accesses and views of each buffer, including those of merged buffers
+        # Accesses and views of each buffer. Those of merged buffers are included.
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
@@ -54,7 +52,7 @@ class _Sharing:
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """Pairs of an operand and a result that an instruction could write over the operand."""
+        """Pairs (operand, result): the instruction could write the result over the operand."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
@@ -71,7 +69,7 @@ class _Sharing:
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
-        """Places the result in the operand's memory, if possible."""
+        """Puts the result into the operand's memory, if possible."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
         if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
@@ -88,7 +86,7 @@ class _Sharing:
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the result's memory, if possible."""
+        """Puts the operand into the result's memory, if possible."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
@@ -107,11 +105,8 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Places the operand in the memory of a donated input, if the result must be there.
-
-        Other accesses of the input must come before the operand's first access, or after this instruction. The first access may also read
-        the input itself, if this access may write over the input.
-        """
+        """Puts the operand into the memory of a donated input, if the result must be there. Other accesses of the input must come before
+        the first access of the operand, or after this instruction. The first access may read the input if it may write over the input."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -129,7 +124,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """Moves a kernel to the copy of its result, and lets the kernel write the copy's destination. Nothing else may use the result."""
+        """Moves a kernel to the copy of its result. The kernel then writes the destination of the copy. Nothing else may use the result."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
@@ -151,8 +146,6 @@ class _Sharing:
             self.touches[root] = sorted({*self.touches[root], place} - {first}, key=lambda place: place.number)
         return True
 
-    # --- conditions ---
-
     def _overwrites(self, place: Place, read: str, written: str) -> bool:
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
@@ -160,13 +153,13 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its memory in order, has the result's dtype and size, and was in other memory before."""
+        """True if the operand covers its memory in order, has the dtype and size of the result, and is in other memory."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only in this body."""
+        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only there."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
@@ -207,7 +200,7 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views that define `name` after an allocate, in order. None if these cannot move before the allocate."""
+        """Views after `allocate` that lead to `name`, in order. None if they cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
@@ -219,14 +212,12 @@ class _Sharing:
         used = {index for view in found for index in tree.indices_in(view.instruction)}
         return None if any(self.uses.indices[index].number > allocate.number for index in used) else found
 
-    # --- changes ---
-
     def _reshaped(self, name: str, into: str) -> tree.Instruction:
-        """View that replaces an allocate whose memory was merged."""
+        """View that replaces a merged allocation."""
         return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
-        """Removes views and the instructions that were inserted before these views. Returns all removed instructions."""
+        """Removes views, and instructions that were inserted before them. Returns all removed instructions."""
         moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)
@@ -237,7 +228,7 @@ class _Sharing:
         """Makes the allocation `gone` a view of `into`. Inserts `what` before the instruction with number `before`."""
         self.before[before] = (*self.before.get(before, ()), *what)
         self.gone.add(self.uses.allocates[gone].number)
-        if place.instruction.copies:  # a copy onto itself is removed
+        if place.instruction.copies:  # A copy onto itself is removed.
             self.gone.add(place.number)
         self.merged.put(gone, into)
         self.touches[into] = sorted({*self.touches.get(into, []), *self.touches[gone]}, key=lambda place: place.number)

@@ -1,11 +1,11 @@
-"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another instruction
-computes the gradients.
+"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another one computes
+the gradients.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If the keys are sharded in blocks, each rank attends to its
-local block, or in a chunk loop to the block of the iteration.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If keys are sharded in blocks, each rank attends to its local block. In
+a chunk loop, each rank attends to the block of the iteration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
 RESULT, LSE = "attention", "attention_lse"
-ALIGNMENT = 8  # number of 16-bit elements that cuDNN reads at once
+ALIGNMENT = 8  # 16-bit elements that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Rows of a rank that attend to a block of keys, and the columns to which they attend. `rows` and `columns` are 0 or 1 for a half, or
-    None for all. `diagonal` is the diagonal of the causal mask, or None without a mask."""
+    """Rows of a rank that attend to a block of keys, and the columns that they see. `rows` and `columns` are 0 or 1 for a half, or None for
+    all. `diagonal` is the diagonal of the causal mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None
@@ -49,7 +49,7 @@ class Attentions:
 
     def compute(self, op: Op, steps: LoopSteps | None) -> None:
         if op.result.name in self.done:
-            return  # another op's instruction writes this result
+            return  # Another op's instruction writes this result.
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
         if steps:
             self.block(op, made, steps)
@@ -57,8 +57,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. A row that sees no key of the block gets the result 0 and the log-sum-exp -inf.
-        This result has weight 0 when blocks are merged."""
+        """Emits attention to the current block of keys. A row that sees no key of the block gets 0, and the log-sum-exp -inf. Its weight is
+        0 when blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -136,7 +136,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Name of the library of attention kernels that the op needs, or "" if cuDNN supports the op."""
+        """Library of attention kernels that the op needs, or "" if cuDNN supports the op."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -149,15 +149,15 @@ class Attentions:
         return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNMENT) -> bool:
-        """True if the elements of a row are contiguous, and rows of 16-bit elements begin at multiples of `step` elements."""
+        """True if each row is contiguous, and rows of 16-bit elements begin at multiples of `step` elements."""
         *outer, last = strides_of(self.b.types[buffer])
         return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
-        """Index of the last column to which a row attends, minus the index of the row. None without a causal mask.
+        """Last column that a row sees, minus the index of the row. None without a causal mask.
 
-        With "bottom_right", the number of columns is added, and the number of rows is subtracted. With lengths, the instruction itself adds
-        the number of valid columns.
+        "bottom_right" adds the number of columns, and subtracts the number of rows. With lengths, the instruction itself adds the number of
+        valid columns.
         """
         if not op[CAUSAL]:
             return None

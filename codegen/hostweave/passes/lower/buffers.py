@@ -22,21 +22,16 @@ from hostweave.types.tensor import BufferType
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
-        self.by_value: dict[str, str] = {}  # value -> the buffer or view that contains the whole value
-        self.by_step: dict[str, str] = {}  # value that only one loop uses -> a buffer with a chunk of each iteration
-        self.chunks: dict[str, str] = {}  # result of a view op in a loop -> the view of the current chunk
+        self.by_value: dict[str, str] = {}  # value -> buffer or view that contains the whole value
+        self.by_step: dict[str, str] = {}  # value that only one loop uses -> buffer with a chunk for each iteration
+        self.chunks: dict[str, str] = {}  # result of a view op in a loop -> view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs, and outputs that ops write, to their parameters.
-
-        Returned views and inputs are copied at the end. A result in donated memory is also copied at the end, because other ops may still
-        read this memory. `reuse_in_place` later removes such copies if possible.
-        """
+        """Maps inputs, and outputs that ops write, to their parameters. Views and inputs that are returned are copied at the end. So is a
+        result in donated memory, because other ops may still read this memory. `reuse_in_place` later removes such copies if possible."""
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
         self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
-
-    # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
@@ -53,10 +48,9 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """Contiguous buffer of a whole value, for calls and user kernels."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
-            source = self.b.memory_of(source)  # an allocation is visible outside of the `on` body, a view is not
+            source = self.b.memory_of(source)  # An allocation is visible outside of the `on` body. A view is not.
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
             self.by_value[name] = self._copied(name, source)
             return self.by_value[name]
@@ -68,7 +62,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """Buffer of the operand of the view `op`: a view of the result's memory, with the operand's shape."""
+        """Buffer for the operand of the view `op`: a view of the result's memory, with the operand's shape."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
@@ -78,10 +72,8 @@ class Buffers:
                 return self.b.permute(view.src, view.order, source)
             return self.b.reshape(view.src, view.shape, source)
 
-    # --- chunks of one step ---
-
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. The dims match
+        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. Its dims match
         the dims of the result's chunk."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
@@ -92,10 +84,10 @@ class Buffers:
             return self.chunk(name, dim, steps, keeps)
         buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims)
         if op.kind == "matmul":
-            rank -= op[CONTRACTED] - 1  # the contracted dims are merged into one
+            rank -= op[CONTRACTED] - 1  # The contracted dims are merged into one.
         position = stream.dim - (len(op.result.type.dims) - rank)
         if OPS[op.kind].is_product and keeps:
-            position = rank - 2  # shards of M or N are stacked before the matrix
+            position = rank - 2  # Shards of M or N are stacked before the matrix.
         if steps.splits(op.result, stream.dim) and position > 0:
             shape = self.b.types[buffer].shape
             return self.b.reshape(buffer, (*shape[:position], Size(), *shape[position:]), f"{name}_stacked")
@@ -122,12 +114,12 @@ class Buffers:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
-                if splits:  # collectives need contiguous chunks, with the shards along the first dim
+                if splits:  # Collectives need contiguous chunks, with the shards along the first dim.
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
     def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
-        """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if an iteration covers a single index."""
+        """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if it covers a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
             self.view(self.flow.made[name], steps)
@@ -136,7 +128,7 @@ class Buffers:
         if name in self.by_step:
             wanted = f"{name}_{steps.index.name}"
             view = self.b.select(self.by_step[name], 0, steps.block, wanted)
-            if steps.splits(value, dim):  # such chunks are stored with the shards first
+            if steps.splits(value, dim):  # Such chunks are stored with the shards first.
                 rank = len(self.b.types[view].shape)
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
@@ -147,14 +139,12 @@ class Buffers:
                 self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, value, dim, keeps)
 
-    # --- views ---
-
     def view(self, op: Op, steps: LoopSteps | None) -> None:
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
             return
-        if source in self.placement.by_shards:  # the loop views the shards one by one
+        if source in self.placement.by_shards:  # The loop views the shards one by one.
             return
         is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
@@ -172,7 +162,7 @@ class Buffers:
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # along sharded dims, the operand already is the rank's block
+        if op.kind == "transfer":  # Along sharded dims, the operand already is the rank's block.
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
@@ -197,11 +187,11 @@ class Buffers:
             shape = self.flow.local(op.result).shape
             try:
                 return self.b.reshape(source, shape, name)
-            except ValueError:  # no strides give this shape
+            except ValueError:  # No strides give this shape.
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """View of the indices that a slice or select covers. The cut dim is dim `axis + shift` of `source`."""
+        """View of the indices that a slice or select covers. The op cuts dim `axis + shift` of `source`."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
@@ -219,11 +209,11 @@ class Buffers:
         return self._copied(name, source)
 
 
-# Slices of the result of a concat or pad. Operands can be computed directly into these slices.
+# Slices of the result of a concat or pad. Operands can be computed directly in these slices.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
-    """View of the part of `target` for operand `number`. `target` is the result of a concat or pad, or its current chunk."""
+    """Part of `target` for operand `number`. `target` is the result of a concat or pad, or its current chunk."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
@@ -234,7 +224,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Views of the borders that a pad adds. Borders along a dim exclude the borders along earlier dims, so that no two borders overlap."""
+    """Views of the borders that a pad adds. Borders along a dim omit the borders along earlier dims, so no two borders overlap."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

@@ -1,4 +1,4 @@
-"""Lowers a fusion to the host IR. Most ops become one instruction, a reshard becomes communication, and a chunk loop becomes a `for`.
+"""Lowers a fusion to the host IR. Most ops become one instruction. A reshard becomes communication. A chunk loop becomes a `for`.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -74,10 +74,10 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
     """Parameters in windows, by body. A function's parameter is in a window if every call passes memory in a window."""
     found = {fusion.name: names}
-    for body in (fusion, *reversed(fusion.functions)):  # callers before callees
+    for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # later calls pass other memory
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Later calls pass other memory.
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -96,7 +96,7 @@ class _Lowering:
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.repeats = RepeatLowering(flow, self.buffers, self.b)
-        self.lowering: Lowering | None = None  # emits the communication of the current loop
+        self.lowering: Lowering | None = None  # communication of the current loop
 
     def most_streams(self) -> int:
         return max((self.streams_of(item) for item in self.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
@@ -128,14 +128,14 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last, because copies to other results may still read this memory.
+        # Donated memory is written last, because copies to other results may still read it.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.made[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
-                if source != parameter.name and parameter.group:  # the tensors of a parameter group have unrelated addresses
+                if source != parameter.name and parameter.group:  # The tensors of a group have unrelated addresses.
                     self.copy_group(source, parameter)
-                elif source != parameter.name:  # the result is an input or a view, or is in donated memory
+                elif source != parameter.name:  # The result is an input or a view, or is in donated memory.
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
@@ -151,7 +151,7 @@ class _Lowering:
             self.b.emit(ir.Copy(given, own))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
-        """Copies results that are views of donated inputs before the inputs are overwritten. Returns the buffers of these results."""
+        """Copies results that are views of donated inputs, before the inputs are overwritten. Returns the buffers of these results."""
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:
@@ -168,11 +168,11 @@ class _Lowering:
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window, group)
 
     def loop(self, loop: ChunkLoop) -> None:
-        """Emits a chunk loop, and a second loop for the remaining rows if the chunks do not divide the rows."""
+        """Emits a chunk loop. If the chunks do not divide the rows, a second loop covers the remaining rows."""
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
-            for name in self.buffers.by_step.keys() - known:  # the two loops have chunks of different sizes
+            for name in self.buffers.by_step.keys() - known:  # The two loops have chunks of different sizes.
                 del self.buffers.by_step[name]
 
     def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
@@ -231,8 +231,6 @@ class _Lowering:
         b.emit(ir.For(steps.index.name, steps.count, tuple(body)))
         self.buffers.chunks.clear()
 
-    # --- ops ---
-
     def op(self, op: Op, steps: LoopSteps | None) -> None:
         self.b.location = op.location
         with self.b.on(op.result.type.mesh):
@@ -243,10 +241,10 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.buffer_of(op.result.name)  # the launch or call has written the buffer
+                self.buffers.buffer_of(op.result.name)  # The launch or call has written the buffer.
             elif op.callee:
                 if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
-                    self.reshards.transfers.wait_for_readers()  # moves in the function use the same signal numbers
+                    self.reshards.transfers.wait_for_readers()  # Moves in the function use the same signal numbers.
                 (self.repeats.lower if op.kind == "repeat" else self.call)(op, op.callee)
             elif op.user_kernel:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
@@ -271,7 +269,7 @@ class _Lowering:
         elif op.kind == "copy":
             self.b.emit(ir.Copy(sources[0], target))
         else:
-            if OPS[op.kind].updates and sources[0] in sources[1:]:  # a kernel must not read the tensor that it updates
+            if OPS[op.kind].updates and sources[0] in sources[1:]:  # A kernel must not read the tensor that it updates.
                 x, *others = sources
                 sources = [x, *(self.copied(one, steps) if one == x else one for one in others)]
                 names = iter(sources)
@@ -280,7 +278,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to a chunk, which may lack the dim of the loop or have two dims in its place."""
+        """Adjusts the axes of a reduction to a chunk. A chunk may lack the dim of the loop, or split it into two dims."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -288,8 +286,6 @@ class _Lowering:
         assert dim is not None
         shift = steps.splits(self.flow.values[op.tensors[0]], dim) - steps.drops_dim
         return op.with_attribute(AXES, tuple(axis + shift if axis > dim else axis for axis in op[AXES]))
-
-    # --- matmuls ---
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         matrices = []
@@ -309,7 +305,7 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Launches a kernel, because cuBLASLt supports no ints. The inputs of a kernel must be different buffers."""
+        """Launches a kernel, because cuBLASLt supports no ints. A kernel needs different buffers as inputs."""
         b = self.copied(b, steps) if a == b else b
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
@@ -325,11 +321,11 @@ class _Lowering:
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
         try:
             return self.b.reshape(source, merged, f"{source}_matrix")
-        except ValueError:  # no strides give this shape
+        except ValueError:  # No strides give this shape.
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
-        """If a chunk is a slice of every rank's columns, makes the dim of the ranks a batch dim of the matmul."""
+        """If a chunk is a slice of every rank's columns, the dim of the ranks becomes a batch dim of the matmul."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
@@ -369,13 +365,11 @@ class _Lowering:
                     emit(lambda name: self.b.select(name, 0, index, f"{name}_{index.name}"))
 
     def by_rows(self, name: str) -> str:
-        """The buffer itself, or a copy in which the elements of a row are contiguous."""
+        """The buffer itself, or a copy with contiguous rows."""
         return name if lies_along(self.b.types[name], -1) else contiguous_source(self.b, name, None)
 
-    # --- functions and user kernels ---
-
     def call(self, op: Op, function: Fusion) -> None:
-        """Emits a call on all ranks. Inside the function, `on` bodies restrict work to the ranks of a mesh."""
+        """Emits a call on all ranks. `on` bodies of the function restrict work to the ranks of a mesh."""
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -385,7 +379,7 @@ class _Lowering:
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """Buffers that a function or user kernel writes. Allocates memory for outputs that nothing reads."""
+        """Buffers that a function or user kernel writes. Allocates memory for unused outputs."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.buffer_of(name)]
@@ -399,7 +393,7 @@ class _Lowering:
     # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
-        """Moves blocks between ranks. If each rank stores all blocks, moves the blocks within the rank's memory."""
+        """Moves blocks between ranks. If each rank stores all blocks, moves the blocks in its memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)

@@ -1,9 +1,9 @@
-"""Finds results whose ops can write directly into the memory of another value.
+"""Finds ops that can write directly into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
 
-computes %h directly into its part of %y, and
+computes %h in its part of %y, and
 
     %h: f32[M, N] = matmul(%x, %w)
     %t: f32[N, M] = permute_dims(%h, axes=(1, 0))
@@ -23,17 +23,17 @@ from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, strided, strides_of
 
-MAX_JOINED = 16  # largest number of operands that one kernel concatenates
+MAX_JOINED = 16  # most operands that one kernel concatenates
 
-STRIDED_OPERANDS = 5  # the first 5 operands of an attention op may have any strides
+STRIDED_OPERANDS = 5  # an attention op accepts any strides of its first 5 operands
 
 PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
 
 @dataclass(frozen=True)
 class Placement:
-    parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result the value is computed
-    by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
+    parts: dict[str, PlacedOperand]  # value -> concat or pad in whose result the value is computed
+    by_kernel: frozenset[str]  # results of concat and pad that one kernel computes; the kernel can fuse with others
     inverse_view: dict[str, Op]  # value -> its view; the view gets memory, and the value's op writes there
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout is free
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; each shard is contiguous
@@ -55,7 +55,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value. False if a consumer is a slice or transpose, because these ops view the whole value."""
+    """True if only this loop uses a value. Slices and transposes count as other uses, because they view the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -68,7 +68,7 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if one kernel should compute a concat or pad. False if the op of an operand, such as a matmul, could write into the result."""
+    """True if one kernel should compute a concat or pad. False if an operand's op, such as a matmul, could write into the result."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MAX_JOINED:
         return False
@@ -93,7 +93,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed directly into the result, if other consumers can read these operands there."""
+    """Operands of concat and pad that are computed in the result. Their other consumers must be able to read them there."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
@@ -113,7 +113,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if the view `op` only adds dims of one element, and the op of the viewed value can write into the view's memory."""
+    """True if the view `op` only adds dims of one element, and the viewed value's op can write into the memory of the view."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -132,7 +132,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps a value to its only use, a view that gets the memory. The op of the value writes through the inverse view."""
+    """Maps a value to its only consumer, a view that gets the memory. The value's op writes through the inverse view."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
@@ -164,7 +164,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value of the chain of views up to `op` to its view. Empty if a view has no inverse, or a value has other uses."""
+    """Maps each value in the chain of views up to `op` to its view. Empty if a view has no inverse, or a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

@@ -1,4 +1,4 @@
-"""Lowers scaled matmuls: copies operands and scales to layouts that cuBLASLt supports, or replaces the matmul by simpler ops.
+"""Lowers scaled matmuls. Copies operands and scales to layouts that cuBLASLt supports, or emits simpler ops instead.
 
     %y: bf16[M, N] = scaled_matmul(%a, %w, %s, %t)      # a: f8e4m3[M, K], w: f8e4m3[K, N], s: f32[M, 1], t: f32[1, N]
 
@@ -64,14 +64,14 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # the verifier rejects an accumulation onto other layouts
+            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects an accumulation onto other layouts.
                 self.matmul(of_a, of_b, target, accumulates)
                 return
             with packed_destination(self.b, target, steps) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel multiplies few rows
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # A runtime kernel multiplies few rows.
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
@@ -89,8 +89,8 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns a function that emits the matmul of padded operands. Rows of zeros are appended, up to a multiple of PADDED rows. With
-        one scale per part of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
+        """Function that emits the matmul of padded operands. Appends rows of zeros up to a multiple of PADDED rows. With one scale per part
+        of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
         wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
@@ -110,23 +110,18 @@ class ScaledMatmuls:
 
         return multiply
 
-    # --- layouts of cuBLASLt ---
-
     def turned(self, name: str) -> str:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, steps: LoopSteps | None) -> str:
-        """Returns the matrix, or a copy with contiguous rows."""
+        """The matrix, or a copy with contiguous rows."""
         if lies_along(self.b.types[name], 1):
             return name
         return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
-        """Returns the scales [R, C] of a matrix [M, K] in the layout of cuBLASLt: a copy, or the scales themselves.
-
-        A vector of scales is contiguous. Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED
-        elements.
-        """
+        """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt: the scales themselves, or a copy. A vector of scales is contiguous.
+        Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED elements."""
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
         if not has_blocks:
@@ -146,11 +141,9 @@ class ScaledMatmuls:
         self.b.emit(ir.Copy(src, dst))
         return dst
 
-    # --- composed of other ops ---
-
     def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
-        """Emits casts, a matmul, and multiplications by the scales. f16 represents all 8-bit floats exactly. With scales of blocks,
-        operands are cast to f32, and scaled before the matmul."""
+        """Emits casts, a matmul, and multiplications by the scales. f16 represents all 8-bit floats exactly. Operands with scales of blocks
+        are cast to f32, and scaled before the matmul."""
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
         has_blocks = scaling(*(self.b.types[name].shape for name in operands)) == BLOCKS
@@ -172,7 +165,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
+        """Emits the product of a matrix and its scales of blocks, in f32. Returns its buffer."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
@@ -189,7 +182,7 @@ class ScaledMatmuls:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, per_step(self.b, f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
-        """Emits the launch of a kernel that multiplies a buffer by factors. The kernel computes in `dtype`, and rounds the result once."""
+        """Emits the launch of a kernel that multiplies a buffer by factors. It computes in `dtype`, and rounds the result once."""
         result = Value(op.result.name, self.kernels.tensor(target))
         names = {buffer: f"operand_{number}" for number, buffer in enumerate(dict.fromkeys((source, *factors)))}
         ops, last, have = list[Op](), names[source], self.b.types[source].dtype
