@@ -21,10 +21,10 @@ EXCHANGE = f"""\
   %w = allocate_window f32[M/2, 4]
   fork a
   stream a[0] {{
-    signal 0 at {PEER} for %w on x
-    wait_signal 0 from {PEER} for %w on x
+    signal 0 at {PEER} that %w is free on x
+    wait_signal 0 from {PEER} until %w is free on x
     put %x -> %w at {PEER} signal 0 on x
-    wait_signal 0 from {PEER} for %w on x
+    wait_signal 0 from {PEER} until %w is free on x
   }}
   join a
   copy %w -> %y
@@ -32,11 +32,11 @@ EXCHANGE = f"""\
 
 
 def given(number: int) -> str:
-    return f"    signal {number} at {PEER} for %w on x\n"
+    return f"    signal {number} at {PEER} that %w is free on x\n"
 
 
 def awaited(number: int) -> str:
-    return f"    wait_signal {number} from {PEER} for %w on x\n"
+    return f"    wait_signal {number} from {PEER} until %w is free on x\n"
 
 
 def on_two_streams(one: str, other: str) -> str:
@@ -69,6 +69,10 @@ VERIFIED = {
         "%w is not in a window, so peers cannot reach it: use allocate_window",
     ),
     "number": (EXCHANGE.replace("signal 0 on", "signal 64 on"), "signal 64: the largest signal number is 63"),
+    "state": (
+        EXCHANGE.replace("is free", "is here"),
+        "a signal cannot say that a buffer is 'here': write one of free, ready, read, written",
+    ),
     "count": (
         EXCHANGE.replace("f32[M/2, 4]", "f32[M, 4]"),
         "%w must hold 1 x %x: it has 4*M elements, not 2*M",
@@ -140,17 +144,17 @@ CHECKED = {
     ),
     "two signals before a wait": (
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(
-            "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
+            "  }\n", f"    wait_signal 0 from {PEER} until %w is free on x\n  }}\n"
         ),
         "is sent again before rank 1 has waited for the previous signal, so that a CUDA graph waits forever; "
         "add that wait first, or use another signal number",
     ),
     "a wait without a signal": (
-        EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),
+        EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} until %w is free on x\n  }}\n"),
         "rank 1 sends no such signal: add the signal, or drop this wait",
     ),
     "a signal without a wait": (
-        EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),
+        EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} that %w is free on x\n  }}\n"),
         "rank 1 does not wait for it, so its next wait would match this signal: add the wait",
     ),
 }
@@ -168,12 +172,12 @@ def test_memory_that_a_peer_reads_is_in_use() -> None:
   copy %x -> %w
   fork a
   stream a[0] {{
-    signal 0 at {PEER} for %w on x
-    wait_signal 0 from {PEER} for %w on x
+    signal 0 at {PEER} that %w is free on x
+    wait_signal 0 from {PEER} until %w is free on x
     get %w at {PEER} -> %y on x
   }}
   join a
 """
-    told = f"    signal 0 at {PEER} for %w on x\n    wait_signal 0 from {PEER} for %w on x\n  }}\n"
+    told = f"    signal 0 at {PEER} that %w is free on x\n    wait_signal 0 from {PEER} until %w is free on x\n  }}\n"
     check(parsed(body.replace("  }\n", told)))
     assert "nothing orders them" in fault(body) or "may still access the memory of rank" in fault(body)

@@ -98,8 +98,8 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
     recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp
   }
   %w = allocate_window f32[M/2, 4]
-  signal 0 at rank.x + 1 for %w on near
-  wait_signal 63 from 1 for %w on near
+  signal 0 at rank.x + 1 that %w is free on near
+  wait_signal 63 from 1 until %w is free on near
   put %x -> %w at 1 - rank.x signal 2 on near
   get %w at 1 - rank.x -> %y on near
   deallocate %b

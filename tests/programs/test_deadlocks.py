@@ -45,7 +45,7 @@ NO_SIGNAL = """\
 %w = allocate_window f32[1, N]
 copy %x -> %w
 if rank.x == 0 {
-  wait_signal 0 from 1 for %w on peers
+  wait_signal 0 from 1 until %w is free on peers
 }
 copy %w -> %y
 """
@@ -94,7 +94,7 @@ CASES = {
     ),
     "no_signal": (
         NO_SIGNAL,
-        "text:5: rank 0, the caller's stream: wait_signal 0 from 1 for %w on peers: rank 1 sends no such signal: "
+        "text:5: rank 0, the caller's stream: wait_signal 0 from 1 until %w is free on peers: rank 1 sends no such signal: "
         "add the signal, or drop this wait",
         "no_signal: deadlock: no rank can continue\n"
         "  rank 0 stream S: wait for signals over communicator C (program.cpp:L) waits for a signal of rank 1, "

@@ -163,10 +163,10 @@ BY = {
   %w = allocate_window f32[M/3, 4]
   fork a
   stream a[0] {
-    signal 0 at (rank.x + 1) % 3 for %w on x
-    wait_signal 0 from (rank.x + 2) % 3 for %w on x
+    signal 0 at (rank.x + 1) % 3 that %w is free on x
+    wait_signal 0 from (rank.x + 2) % 3 until %w is free on x
     put %x -> %w at (rank.x + 2) % 3 signal 1 on x
-    wait_signal 1 from (rank.x + 1) % 3 for %w on x
+    wait_signal 1 from (rank.x + 1) % 3 until %w is free on x
     copy %w -> %y
   }
   join a
@@ -177,11 +177,11 @@ BY = {
   copy %x -> %w
   fork a
   stream a[0] {
-    signal 0 at (rank.x + 2) % 3 for %w on x
-    wait_signal 0 from (rank.x + 1) % 3 for %w on x
+    signal 0 at (rank.x + 2) % 3 that %w is free on x
+    wait_signal 0 from (rank.x + 1) % 3 until %w is free on x
     get %w at (rank.x + 1) % 3 -> %y on x
-    signal 1 at (rank.x + 1) % 3 for %w on x
-    wait_signal 1 from (rank.x + 2) % 3 for %w on x
+    signal 1 at (rank.x + 1) % 3 that %w is free on x
+    wait_signal 1 from (rank.x + 2) % 3 until %w is free on x
   }
   join a
 }

@@ -5,20 +5,20 @@
 becomes
 
     copy %x -> %x_packed                               # if %x is not in a window
-    signal 0 at 1 - rank.x for %x_packed on x          # ready to be read
+    signal 0 at 1 - rank.x that %x_packed is ready on x          # the peer may read
     copy %x_packed -> %y_own
-    wait_signal 0 from 1 - rank.x for %x_packed on x
+    wait_signal 0 from 1 - rank.x until %x_packed is ready on x
     get %x_packed at 1 - rank.x -> %y_i on x
-    signal 0 at 1 - rank.x for %x_packed on x          # has been read
-    wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
+    signal 0 at 1 - rank.x that %x_packed is read on x
+    wait_signal 0 from 1 - rank.x until %x_packed is read on x   # this rank's window may be written again
 
 If the result of a gather is in a window and the operand is not, each rank puts its operand into its block of each peer's result:
 
-    signal 0 at 1 - rank.x for %y on x                 # ready to be written
+    signal 0 at 1 - rank.x that %y is free on x                  # the peer may write
     copy %x -> %y_own
-    wait_signal 0 from 1 - rank.x for %y on x
+    wait_signal 0 from 1 - rank.x until %y is free on x
     put %x -> %y_own at 1 - rank.x signal 0 on x
-    wait_signal 0 from 1 - rank.x for %y on x
+    wait_signal 0 from 1 - rank.x until %y is written on x
 
 A rank signals its peers before it waits, so ranks cannot block each other. In a CUDA graph, a second signal blocks the sender until the
 receiver has waited for the first. A collective therefore waits for a peer before it signals this peer again.
@@ -78,10 +78,10 @@ class OneSidedCollectives(Signals):
             block = self.own_block(src, shape, along)
             own = self.b.reshape(block, shape, f"{src}_own")
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
-        self.signal(src)
+        self.signal(src, "ready")
         self.each_hop(lambda peer, hop: self.wait_and_get(peer, block, self.block(terms, hop)))
-        self.signal(src)
-        self.wait(src)
+        self.signal(src, "read")
+        self.wait(src, "read")
 
         def add() -> None:
             reduction.emit((own, *split_terms(self.b, terms, terms)), dst)
@@ -107,7 +107,7 @@ class OneSidedCollectives(Signals):
         elsewhere = partial(ir.If, opposite(self.rank.equals(root)))
         src, type = self.in_window(src), self.b.types[dst]
         with self.b.inside(elsewhere):
-            self.signal_to(Const(root), src)
+            self.signal_to(Const(root), src, "ready")
         with on_root():
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.copy(src, self.block(terms, Const(root)))
@@ -115,7 +115,7 @@ class OneSidedCollectives(Signals):
                 self.get(peer, src, self.block(terms, peer))
             reduction.emit((terms,), dst)
         with self.b.inside(elsewhere):
-            self.wait_for(Const(root), src)
+            self.wait_for(Const(root), src, "read")
 
     def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
         distances = {None if source is None else (rank - source) % self.size for rank, source in enumerate(sources)}
@@ -124,9 +124,9 @@ class OneSidedCollectives(Signals):
             self.copy_locally(src, dst)
         elif len(distances) == 1 and (distance := distances.pop()) is not None:  # All sources are at the same distance.
             receiver = (self.rank + distance) % self.size
-            self.signal_to(receiver, src)
+            self.signal_to(receiver, src, "ready")
             self.get((self.rank - distance) % self.size, src, dst)
-            self.wait_for(receiver, src)
+            self.wait_for(receiver, src, "read")
         else:
             self.permute(src, dst, sources)
 
@@ -137,7 +137,7 @@ class OneSidedCollectives(Signals):
             receiver = receivers.get(rank, rank)
             with self.b.inside(partial(ir.If, self.rank.equals(rank))):
                 if receiver != rank:
-                    self.signal_to(Const(receiver), src)
+                    self.signal_to(Const(receiver), src, "ready")
                 if source is None:
                     self.b.emit(ir.Fill(dst, 0.0))
                 elif source == rank:
@@ -145,34 +145,34 @@ class OneSidedCollectives(Signals):
                 else:
                     self.get(Const(source), src, dst)
                 if receiver != rank:
-                    self.wait_for(Const(receiver), src)
+                    self.wait_for(Const(receiver), src, "read")
 
     def get_from_all(
         self, src: str, copy_own: Callable[[], None], buffers_of_peer: Callable[[Expr], tuple[str, str]], along: int | None = None
     ) -> None:
         """Emits gets from each peer. `buffers_of_peer` returns the source on the peer, and the destination here. With `along`, a get writes
         only the peer's block of the destination."""
-        self.signal(src)
+        self.signal(src, "ready")
         copy_own()
         self.each_peer(lambda peer: self.wait_and_get(peer, *buffers_of_peer(peer), along))
-        self.signal(src)
-        self.wait(src)
+        self.signal(src, "read")
+        self.wait(src, "read")
 
     def put_to_all(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        self.signal(dst)
+        self.signal(dst, "free")
         copy_own()
-        self.wait(dst)
+        self.wait(dst, "free")
         self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
-        self.wait(dst)
+        self.wait(dst, "written")
 
     def wait_and_get(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
-        self.wait_for(peer, src)
+        self.wait_for(peer, src, "ready")
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
         """Emits a wait for the peer's signal, a get, and a signal that the peer's buffer has been read."""
         self.wait_and_get(peer, src, dst)
-        self.signal_to(peer, src)
+        self.signal_to(peer, src, "read")
 
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))

@@ -66,9 +66,11 @@ class PutGather(_Loop):
         self.arrived = self.b.new_events("arrived", int(self.steps.count))
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
-            self.signal(self.shard or self.all[0].landing)
-            if not self.shard:
-                self.wait(self.all[0].landing)
+            if self.shard:
+                self.signal(self.shard, "ready")
+            else:
+                self.signal(self.all[0].landing, "free")
+                self.wait(self.all[0].landing, "free")
 
     def arriving(self, op: Op) -> GatheredMemory:
         """Memory that receives the chunks of a value."""
@@ -113,25 +115,25 @@ class PutGather(_Loop):
         def arrive() -> None:
             with self.on(PUTS):
                 if self.shard:
-                    self.read(steps)
+                    self.read(self.shard, steps)
                 else:
                     for one in self.all:
                         landed = self.landed(one, steps)
                         self.put(one, steps)
-                        self.wait_for(self.sender(steps), landed)
+                        self.wait_for(self.sender(steps), landed, "written")
                 b.emit(ir.Record(self.arrived, steps.index))
 
         branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
 
-    def read(self, steps: LoopSteps) -> None:
-        landed = [self.landed(one, steps) for one in self.all]
-        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed[0], self.channel)
+    def read(self, shard: str, steps: LoopSteps) -> None:
+        """Emits a wait until the peer's shard is ready, and a get of a chunk of each value."""
+        wait = partial(self.wait_for, steps.owned_by, shard, "ready")
         if self.subchunks == 1:
-            self.b.emit(wait)
+            wait()
         else:
-            branch(self.b, steps.subchunk.equals(0), lambda: self.b.emit(wait))
-        for one, place in zip(self.all, landed, strict=True):
-            self.b.emit(ir.Get(self.values.operand(one.op, 0, steps), steps.owned_by, place, self.channel))
+            branch(self.b, steps.subchunk.equals(0), wait)
+        for one in self.all:
+            self.b.emit(ir.Get(self.values.operand(one.op, 0, steps), steps.owned_by, self.landed(one, steps), self.channel))
 
     def step(self, steps: LoopSteps) -> None:
         b, moves = self.b, self.moves(steps)
@@ -145,8 +147,8 @@ class PutGather(_Loop):
     def end(self) -> None:
         if self.shard:
             with self.on(PUTS):
-                self.signal(self.shard)
-                self.wait(self.shard)
+                self.signal(self.shard, "read")
+                self.wait(self.shard, "read")
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
@@ -163,8 +165,8 @@ class _PutScatter(_Loop):
         self.made = self.b.new_events("made", (self.size - 1) * self.subchunks)
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
-            self.signal(self.landing)
-            self.wait(self.landing)
+            self.signal(self.landing, "free")
+            self.wait(self.landing, "free")
 
     def term(self, steps: LoopSteps) -> str:
         return self.values.operand(self.op, 0, steps)
@@ -184,7 +186,7 @@ class _PutScatter(_Loop):
                 b.emit(ir.Wait(self.made, steps.index))
                 if self.subchunks > 1:
                     sender = (self.rank - 1 - steps.distance) % self.size
-                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing))
+                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
                 source = contiguous_source(b, self.term(steps), None)
                 place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
                 place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
@@ -194,7 +196,7 @@ class _PutScatter(_Loop):
 
     def end(self) -> None:
         with self.on(PUTS):
-            self.wait(self.landing)
+            self.wait(self.landing, "written")
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))

@@ -120,14 +120,14 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
 
     def begin(self) -> None:
         peers, sums = Signals(self.b, self.axes), self.values.buffer_of(self.op.tensors[0])
-        peers.signal_to((self.rank - 1) % self.size, sums)
-        peers.wait_for((self.rank + 1) % self.size, sums)
+        peers.signal_to((self.rank - 1) % self.size, sums, "free")
+        peers.wait_for((self.rank + 1) % self.size, sums, "free")
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Emits a put of the chunk to the same buffer on the next rank, and a wait for the chunk from the previous rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
-        self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
+        self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, "written", channel))
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
@@ -138,11 +138,11 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         """Peers never get from this rank."""
         return None
 
-    def signal(self, buffer: str) -> None:
-        self.signal_to((self.rank - 1) % self.size, buffer)
+    def signal(self, buffer: str, state: str) -> None:
+        self.signal_to((self.rank - 1) % self.size, buffer, state)
 
-    def wait(self, buffer: str) -> None:
-        self.wait_for((self.rank + 1) % self.size, buffer)
+    def wait(self, buffer: str, state: str) -> None:
+        self.wait_for((self.rank + 1) % self.size, buffer, state)
 
     def sender(self, steps: LoopSteps) -> Expr:
         return (self.rank - 1) % self.size

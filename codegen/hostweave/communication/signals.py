@@ -32,16 +32,16 @@ class Signals:
     def each_peer(self, emit: Callable[[Expr], None]) -> None:
         self.each_hop(lambda peer, _: emit(peer))
 
-    def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
-        self.b.emit(ir.Signal(number, peer, buffer, self.channel))
+    def signal_to(self, peer: Expr, buffer: str, state: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.Signal(number, peer, buffer, state, self.channel))
 
-    def wait_for(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
-        self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
+    def wait_for(self, peer: Expr, buffer: str, state: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.WaitSignal(number, peer, buffer, state, self.channel))
 
-    def signal(self, buffer: str) -> None:
-        """Emits a signal to each peer."""
-        self.each_peer(lambda peer: self.signal_to(peer, buffer))
+    def signal(self, buffer: str, state: str) -> None:
+        """Emits a signal to each peer. `ir.SIGNAL_STATES` lists the states."""
+        self.each_peer(lambda peer: self.signal_to(peer, buffer, state))
 
-    def wait(self, buffer: str) -> None:
+    def wait(self, buffer: str, state: str) -> None:
         """Emits a wait for one signal from each peer."""
-        self.each_peer(lambda peer: self.wait_for(peer, buffer))
+        self.each_peer(lambda peer: self.wait_for(peer, buffer, state))

@@ -118,17 +118,21 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             (ranks.copy_locally if same_dims else ranks.copy)(sent, landed)
             return
         if route in first:  # A sender and a receiver signal each other once for all routes between them.
-            ranks.wait_for(Const(route.sender), sent, number)
+            ranks.wait_for(Const(route.sender), sent, "ready", number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
-            ranks.signal_to(Const(route.sender), sent, number)
+            ranks.signal_to(Const(route.sender), sent, "read", number)
 
     with b.on(source.mesh):
         packed = ranks.in_window(_blocks_to_send(b, src(), blocks, None, None))
-    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed, number), lambda route: route.sender, last)
+    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed, "ready", number), lambda route: route.sender, last)
     with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, None, None) as landing:
         each(target.mesh, wait_and_get, lambda route: route.receiver, blocks.routes)
-    return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, number), lambda route: route.sender, last)
+
+    def wait_for_reader(route: Route) -> None:
+        ranks.wait_for(Const(route.receiver), packed, "read", number)
+
+    return lambda: each(source.mesh, wait_for_reader, lambda route: route.sender, last)
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:

@@ -59,18 +59,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use h_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read h_
     }
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;
-    auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
+    auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       if (i % 2 == 0) {
-        HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // before use of h_gathered_
+        HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's h_ may be read
       }
       HW_CHECK(cudaMemcpyAsync(h_gathered_i, arena_.on_peer(channel_x_, p, h_i), M / 8 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
@@ -87,10 +87,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use h_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's h_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of h_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read h_
     }
   }
   HW_CHECK(ring_.join(caller));

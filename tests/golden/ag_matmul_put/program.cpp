@@ -52,10 +52,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use x_gathered_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may write x_gathered_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of x_gathered_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer's x_gathered_ may be written
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -68,7 +68,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_own), x, M / 4 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));
-      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // before use of x_gathered_
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer has written x_gathered_
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];

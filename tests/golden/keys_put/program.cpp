@@ -73,7 +73,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read y_packed_
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* keys_i = keys_ + p * 64 * S;
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // before use of keys_
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_packed_ may be read
       HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 64 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -107,10 +107,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's y_packed_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of y_packed_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read y_packed_
     }
   }
   HW_CHECK(ring_.join(caller));

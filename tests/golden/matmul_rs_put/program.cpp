@@ -59,10 +59,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may use y_landing_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may write y_landing_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of y_landing_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer's y_landing_ may be written
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -89,7 +89,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // before use of y_landing_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has written y_landing_
     }
   }
   HW_CHECK(ring_.join(caller));

@@ -62,10 +62,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = comm_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // peer may use all_up_
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // peer may write all_up_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // before use of all_up_
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer's all_up_ may be written
     }
     auto* all_up_block = all_up_ + rank_dp * (K / 4 * N);
     for (int64_t i = 0; i < 3; ++i) {
@@ -74,15 +74,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // before use of all_up_
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer has written all_up_
     }
     HW_CHECK(cudaEventRecord(all_up_ready_[0], stream));
     // test_golden.py:36  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // peer may use all_down_
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // peer may write all_down_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // before use of all_down_
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer's all_down_ may be written
     }
     auto* all_down_block = all_down_ + rank_dp * (K / 4 * N);
     for (int64_t i = 0; i < 3; ++i) {
@@ -91,7 +91,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // before use of all_down_
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer has written all_down_
     }
     HW_CHECK(cudaEventRecord(all_down_ready_[0], stream));
   }

@@ -80,7 +80,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may use y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may read y_attention_packed_
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
@@ -88,7 +88,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* k_gathered_i = k_gathered_ + p * 128 * S;
     if (p != rank_cp) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // before use of k_gathered_
+      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // until the peer's y_attention_packed_ may be read
       HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_packed_), 128 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -123,8 +123,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // peer may use y_attention_packed_
-    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // before use of y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // has read the peer's y_attention_packed_
+    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // until the peer has read y_attention_packed_
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));

@@ -7,6 +7,9 @@ from hostweave.host_ir.instructions.communication import Communication
 from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
 SIGNAL_COUNTERS = 64  # number of counters per peer, numbered from 0
+# States of a buffer that a signal can announce. `free` and `ready`: the receiver of the signal may write, or read, the sender's buffer.
+# `read` and `written`: the sender of the signal has read, or written, the receiver's buffer.
+SIGNAL_STATES = ("free", "ready", "read", "written")
 
 
 class OneSided(Communication):
@@ -21,9 +24,10 @@ class OneSided(Communication):
 
 
 class Signalled(OneSided):
-    """An instruction that sends a signal, or waits for a signal. `signal` is the number of the counter."""
+    """An instruction that sends a signal, or waits for a signal. `signal` is the number of the counter. The signal announces `state`."""
 
     signal: int
+    state: str
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Put(Signalled):
     signal: int
     channel: str
     syntax = "put %{src} -> %{dst} at {peer} signal {signal} on {channel}"
+    state = "written"
     posts = "signal"
 
 
@@ -54,23 +59,25 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Signals to the peer that the peer may now read the buffer, or may now write the buffer (a credit)."""
+    """Signals the state of a buffer to the peer. `SIGNAL_STATES` lists the states."""
 
     signal: int
     peer: Expr
     buffer: Guarded
+    state: str
     channel: str
-    syntax = "signal {signal} at {peer} for %{buffer} on {channel}"
+    syntax = "signal {signal} at {peer} that %{buffer} is {state} on {channel}"
     posts = "signal"
 
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """Makes the current stream wait for the peer's next signal with this number, before accesses to the buffer."""
+    """Makes the current stream wait for the peer's next signal with this number, which says that the buffer is in a state."""
 
     signal: int
     peer: Expr
     buffer: Guarded
+    state: str
     channel: str
-    syntax = "wait_signal {signal} from {peer} for %{buffer} on {channel}"
+    syntax = "wait_signal {signal} from {peer} until %{buffer} is {state} on {channel}"
     posts = "wait_signal"

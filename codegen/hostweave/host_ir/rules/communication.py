@@ -134,6 +134,8 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
             _equal_sizes(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal >= ir.SIGNAL_COUNTERS:
         c.fail(f"signal {i.signal}: the largest signal number is {ir.SIGNAL_COUNTERS - 1}")
+    if isinstance(i, ir.Signalled) and i.state not in ir.SIGNAL_STATES:
+        c.fail(f"a signal cannot say that a buffer is {i.state!r}: write one of {', '.join(ir.SIGNAL_STATES)}")
 
 
 def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:

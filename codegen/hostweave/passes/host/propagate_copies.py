@@ -113,7 +113,9 @@ class _Copy:
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
-        if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes((self.loop.instruction,)):
+        inner = (i for i in tree.walk((self.loop.instruction,)) if not tree.bodies(i))
+        changes = (i for i in inner if not (isinstance(i, ir.Signalled) and i.state == "ready"))  # a buffer that is ready only gets readers
+        if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes(changes):
             return {}
         reads = list(self.touching(root, "read"))
         is_kept = any(self._follows_loop(p) for p, _ in reads)
