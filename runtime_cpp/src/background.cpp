@@ -18,12 +18,13 @@ struct Threads {
   std::condition_variable ended;
   int running = 0;
 };
-Threads& threads = *new Threads;  // leaked: the threads outlive main
+Threads& threads = *new Threads;  // The object is never destroyed, because the threads outlive main.
 
 void ends() {
   std::unique_lock lock(threads.mutex);
   --threads.running;
-  std::notify_all_at_thread_exit(threads.ended, std::move(lock));  // after the destructors of the thread's objects
+  // The notification comes after the destructors of the thread's objects.
+  std::notify_all_at_thread_exit(threads.ended, std::move(lock));
 }
 
 }  // namespace

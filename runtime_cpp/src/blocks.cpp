@@ -18,8 +18,8 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.start[i] = dims[i].start(at);
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
-  // The offset counts the elements of all earlier blocks: those whose index is smaller in one dim, and the same in all dims
-  // before that dim.
+  // The offset is the number of elements in all earlier blocks. An earlier block has a smaller index in one dim, and equal
+  // indices in all dims before.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];

@@ -36,7 +36,7 @@ struct LoggedOp {
   int line = 0;
   const char* call = "";
 
-  // True if the op may wait for another call or rank. Callers exclude waits for events that the call itself records.
+  // True if the op may wait for another call or rank. The caller excludes waits for events that the same call records.
   bool is_outer() const { return kind >= Kind::wait; }
 };
 
@@ -62,12 +62,12 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;  // the call is done after its ops have ended this many times; all launches of a graph share its ops
+  int64_t times;  // The call is done after its ops have ended this many times. All launches of a graph share its ops.
   int end = Milestones::kNone;  // milestone after all ops of the call
   bool is_enqueuing = true;
 };
 
-// Computes which ops of a call are done. Uses the milestones of the call, and the order of streams and events.
+// Computes which ops of a call are done, from the milestones of the call and the order of streams and events.
 class CallSolver {
  public:
   CallSolver(const LoggedOps& log, int64_t times, const Milestones& milestones)
@@ -101,7 +101,7 @@ class CallSolver {
   };
   std::vector<Queue> queues;
 
-  // Index of the record that a wait waits for, or kNoRecord.
+  // Index of the record op whose event op i waits for, or kNoRecord.
   size_t record_of(size_t i) const { return records_[i]; }
   bool is_done(size_t i) const { return done_[i]; }
 
@@ -111,7 +111,7 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op without a milestone is done, provided that the ops before it on its stream are done.
+  // True if an op without a milestone is done. Assumes that all earlier ops on its stream are done.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -126,7 +126,7 @@ class CallSolver {
 }  // namespace
 
 struct CallLog::Calls {
-  mutable std::mutex mutex;  // guards all members except those used only by the thread that makes calls
+  mutable std::mutex mutex;  // guards all members except those that only the calling thread uses
   Milestones milestones;
   std::deque<LoggedCall> calls;  // calls that may be unfinished
   int64_t made = 0, done = 0;
@@ -134,7 +134,7 @@ struct CallLog::Calls {
   int64_t launched = 0, landed = 0;                        // graph launches by the application: begun, and ended
   std::map<cudaStream_t, std::string> names;
 
-  // Used only by the thread that makes calls.
+  // Only the thread that makes calls uses these members.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
   std::vector<LoggedOp> noted;  // ops of the current line of program.cpp
@@ -155,7 +155,8 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs the rest of a line: transfers if it has peers, else a collective if it has a channel, else work if nothing is logged.
+  // Logs the rest of a line: transfers if the line has peers, otherwise a collective if the line has a channel, otherwise work if
+  // nothing is logged yet.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -203,7 +204,8 @@ struct CallLog::Calls {
     }
   }
 
-  // An unfinished launch by the application, or else the first unfinished call. Calls before a started launch are done.
+  // Returns an unfinished launch by the application. If there is none, returns the first unfinished call. All calls before a
+  // started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)
@@ -324,7 +326,7 @@ void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cu
   calls_->note({.kind = LoggedOp::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
-// NCCL begins the calls of a group together, so the group has one milestone per stream.
+// NCCL begins the calls of a group together. So the group needs only one milestone per stream.
 void CallLog::end_group() {
   calls_->in_group = false;
   std::map<cudaStream_t, int> milestones;

@@ -39,7 +39,7 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, co
 #define HW_PRODUCTS(T, Result)                                     \
   HW_PRODUCT(multiply_few_rows, T, Result, false, kProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed, T, Result, true, kProductThreads)
-// Large blocks have separate kernels: more shared memory would reduce the L1 cache of the other kernels.
+// Large blocks have separate kernels, because more shared memory would leave less L1 cache to the other kernels.
 #define HW_LARGE_PRODUCTS(T, Result)                                                    \
   HW_PRODUCT(multiply_few_rows_by_large_blocks, T, Result, false, kLargeProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed_by_large_blocks, T, Result, true, kLargeProductThreads)

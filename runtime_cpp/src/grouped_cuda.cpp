@@ -32,7 +32,7 @@ HW_GROUPED(multiply_groups_plain, double)
 
 namespace {
 
-// Numbers of rows of a tile. There is one kernel for each number. Groups with few rows need small tiles.
+// Possible numbers of rows of a tile. There is one kernel for each number. Groups with few rows need small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
 
@@ -44,7 +44,7 @@ struct Chosen {
 template <class T>
 using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
 
-// Only Hopper has matrix instructions of warpgroups. The result is cached, because a process uses GPUs of one kind.
+// Only Hopper has warpgroup matrix instructions. The result is cached, because a process uses GPUs of one kind.
 bool has_warpgroups() {
   static const bool has = [] {
     int device = 0, major = 0, minor = 0;
@@ -63,7 +63,8 @@ bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) 
 // True if a product that sums over the rows of groups has few terms per group on average.
 bool has_few_rows(const GroupedProblem& p) { return p.outer && p.rows <= kFewRowsOfGroup * p.groups; }
 
-// Kernel for warpgroups. Null if it cannot compute the problem, or would be slower. Tensor maps need aligned, non-empty arrays.
+// Returns the kernel for warpgroups, or null if this kernel cannot compute the problem or is slower. Tensor maps need aligned,
+// non-empty arrays.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   if constexpr (sizeof(T) == 2) {
@@ -106,7 +107,7 @@ cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t ro
       driver ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
-  if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // the stride of a dim with one element may have any value
+  if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // The stride of a dim with one element may have any value.
   if (matrices == 1) stride = rows * pitch;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch * 2), static_cast<cuuint64_t>(stride * 2)};
@@ -159,7 +160,8 @@ cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
     const Grid grid{.blocks = clamped(tiles, 1, most), .threads = kWarpgroupThreads, .shared = kWarpgroupShared};
     GroupedMaps maps;
     if (const cudaError_t status = set_maps<T>(maps, p); status != cudaSuccess) return status;
-    // A programmatic launch places blocks where the previous kernel ends. Large products took up to 10% longer in this order.
+    // With a programmatic launch, blocks start in the order in which blocks of the previous kernel end. In this order, large
+    // products took up to 10% longer.
     return tiles > 4 * most ? launch(kernel, grid, stream, p, maps, T()) : launch_pdl(kernel, grid, stream, p, maps, T());
   }
   const Chosen<T> of = chosen<T>(p);
@@ -178,7 +180,7 @@ auto for_dtype(cudaDataType_t dtype, const Use& use) {
 }  // namespace
 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem) {
-  GroupedProblem unaligned = problem;  // operands of a call may be unaligned
+  GroupedProblem unaligned = problem;  // The operands of a call may be unaligned.
   unaligned.wide = false;
   for_dtype(types.operands, [&]<class T>(T) { load_as<T>(problem), load_as<T>(unaligned); });
 }

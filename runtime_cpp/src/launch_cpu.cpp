@@ -58,7 +58,7 @@ void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<h
   }
 }
 
-// Points to the list that receives the accesses of the kernel that this thread is launching; null at other times.
+// List for the accesses of the kernel that this thread launches. The pointer is null if this thread launches no kernel.
 thread_local std::optional<std::vector<hw_cpu_range>>* told = nullptr;
 
 }  // namespace

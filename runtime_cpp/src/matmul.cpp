@@ -84,7 +84,7 @@ std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c)
   return result;
 }
 
-// True if the matrices of a batch together are one tall matrix.
+// True if the matrices of a batch follow each other like the rows of one tall matrix.
 bool rows_follow(const Matrix& x, int64_t stride) { return stride == x.rows * x.row_stride || (x.rows == 1 && x.row_major()); }
 
 Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
@@ -92,7 +92,7 @@ Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
   const auto foldable = [&](const Batch& batch) {
     return batch.b == 0 && rows_follow(p.a, batch.a) && rows_follow(p.c, batch.c);
   };
-  if (!p.outer.empty() && foldable(p.outer.front())) {  // one tall matmul instead of a batch
+  if (!p.outer.empty() && foldable(p.outer.front())) {  // One tall matmul replaces the batch.
     const Batch batch = p.outer.front();
     if (p.a.rows == 1) p.a.row_stride = batch.a, p.c.row_stride = batch.c;
     p.a.rows = p.c.rows = p.a.rows * batch.count;
@@ -136,7 +136,8 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// Most weights of products by few-rows kernels without scales. With more, cuBLASLt is as fast (`hostweave bench few_rows`).
+// Without scales, few-rows kernels are used for at most this number of weights. For more weights, cuBLASLt is as fast (`hostweave
+// bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
 // Limits of is_faster_by_blas, as measured on an H200.
@@ -196,7 +197,7 @@ Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(s
 }
 
 Algorithms& measured_algorithms() {
-  static auto& algorithms = *new Algorithms;  // leaked, because plans refer to it until the process ends
+  static auto& algorithms = *new Algorithms;  // never destroyed, because plans refer to it until the process ends
   return algorithms;
 }
 
@@ -224,7 +225,7 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // Changes a problem with k = 0 to a product of zeros with k = `depth`. Returns the number of zeros needed.
+  // Changes a problem with k = 0 to a product of zeros with k = `depth`. Returns the required number of zeros.
   int64_t multiply_zeros(int64_t depth) {
     problem.a = {problem.a.rows, depth, depth, 1};
     problem.b = {depth, problem.b.columns, 1, depth};
@@ -270,11 +271,11 @@ struct MatmulPlan::Plan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    // A measurement excludes algorithms that round partial sums (split-k) to the type of the result.
+    // Algorithms that round partial sums (split-k) to the type of the result are not measured.
     if (most > 1) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
-    // Operands are swapped, because a row-major matrix is the transpose of a column-major matrix.
+    // The operands are swapped, because a row-major matrix is the transpose of a column-major matrix.
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout,
                                                                  preference, most, results.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);
@@ -396,7 +397,7 @@ void MatmulPlan::describe_scales(Plan& plan) const {
   }
 #if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120800
   if (!plan.zeros) {
-    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scaling_.b));  // operands are swapped
+    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scaling_.b));  // The operands are swapped.
     HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scaling_.a));
   }
 #endif
@@ -412,7 +413,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// Selects an algorithm by its median time with cold caches. A later one must be clearly faster (kClearly).
+// Selects an algorithm by its median time with cold caches. A later algorithm must be clearly faster (kClearly).
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
@@ -426,7 +427,7 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
     plan.aligned = &algorithm;
     std::array<float, kTimings> times;
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first run loads kernels, and does not count
+    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // The first run loads kernels, and does not count.
       HW_CHECK(cudaMemsetAsync(other.reserve(kColdBytes), 0, kColdBytes, stream));
       HW_CHECK(cudaEventRecord(begin, stream));
       const void* const bias = has_bias() ? scratch : nullptr;
@@ -444,8 +445,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// CUDA loads a kernel at its first launch, which takes milliseconds and can deadlock with a waiting NCCL kernel. So every
-// cuBLASLt kernel of the plan runs once on scratch memory, also with `accumulate`, while the device is idle.
+// CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with a waiting NCCL kernel. So this
+// function runs every cuBLASLt kernel of the plan once on scratch memory, also with `accumulate`, while the device is idle.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
@@ -525,7 +526,7 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
   const bool aligned = address % kAlignment == 0;
   if (!aligned && plan.aligned_only) [[unlikely]]
     return CUBLAS_STATUS_NOT_SUPPORTED;
-  if (has_bias()) {  // the bias pointer is part of the description
+  if (has_bias()) {  // The bias pointer is a part of the description.
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }

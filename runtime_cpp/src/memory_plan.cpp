@@ -13,7 +13,7 @@
 namespace hw {
 namespace {
 
-// Live range [first, last) of a buffer. Other streams than its own can reuse the bytes only from `visible_at` on.
+// Live range [first, last) of a buffer. Other streams can reuse the bytes only from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -61,8 +61,8 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
   return most;
 }
 
-// Greedy placement in the given order, each in the smallest sufficient gap. Ordered by size, this is "greedy by size" (Pisarchyk
-// and Lee, Efficient memory management for deep neural net inference, 2020).
+// Places buffers in the given order, each in the smallest sufficient gap. For the order by size, this algorithm is "greedy by
+// size" (Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;
@@ -88,7 +88,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-// Renumbers the moments of these buffers as 0, 1, 2, ... So moments of other buffers do not change the placement.
+// Renumbers the moments of these buffers as 0, 1, 2, ... Then moments of other buffers do not change the placement.
 void number_moments(std::span<Lifetime> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {
@@ -106,7 +106,8 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Offsets (multiples of kPlace) without overlap of live buffers. Returns the total bytes. Adds the lower bound to `all_bounds`.
+// Computes offsets (multiples of kPlace) so that live buffers do not overlap. Returns the total bytes. Adds the lower bound to
+// `all_bounds`.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
@@ -137,7 +138,7 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
       best = &order;
       std::ranges::copy(tried, offsets.begin());
     }
-    const auto highest = std::ranges::max_element(order, {}, end_of);  // the next attempt places this buffer first
+    const auto highest = std::ranges::max_element(order, {}, end_of);  // The next attempt places this buffer first.
     if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
   };
   for (auto* order : {&by_size, &by_area, &in_order}) {
@@ -224,9 +225,9 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 }  // namespace hw
 
 // Python calls this function to print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes per buffer,
-// and pool of streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace.
-// Pool 0 means no pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower
-// bound. Returns the total bytes.
+// and pool of streams. Kinds are 0 allocate, 1 free, 2 join, and 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace.
+// Pool 0 means no pool. Buffers are numbered in the order of their first allocation. Writes the offset and bytes of each buffer,
+// and the lower bound. Returns the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;
@@ -241,7 +242,7 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
       plan.join(pool);
     }
   }
-  const hw::MemoryPlan::Bytes total = plan.place();  // memory outside of windows follows all windows
+  const hw::MemoryPlan::Bytes total = plan.place();  // Other memory follows the memory of all windows.
   const hw::MemoryPlan::Buffers& placed = plan.buffers();
   for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
     offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);

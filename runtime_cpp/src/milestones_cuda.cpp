@@ -14,7 +14,7 @@
 
 namespace hw {
 
-#ifdef HOSTWEAVE_WITHOUT_NVCC  // exported programs have no milestones in graphs, so the kernel is never loaded
+#ifdef HOSTWEAVE_WITHOUT_NVCC  // Exported programs have no milestones in graphs, so the kernel is never loaded.
 void count_up(uint64_t*, uint64_t*) {}
 #else
 __global__ void count_up(uint64_t* count, uint64_t* shown);
@@ -96,7 +96,7 @@ int Milestones::set(cudaStream_t stream, bool is_captured) {
     all_->free.pop_back();
     event = all_->events[milestone];
   }
-  HW_CHECK(cudaEventRecord(event, stream));  // without the lock, because the call may wait for room in the GPU's queue
+  HW_CHECK(cudaEventRecord(event, stream));  // The lock is not held, because the call may wait for room in the queue of the GPU.
   return milestone;
 }
 

@@ -59,7 +59,7 @@ void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {
 
 cudaError_t PeerGroup::signal(int64_t peer, int number, cudaStream_t stream) {
   const bool done = hw_cpu_set_signal(state_->comm, static_cast<int>(peer), number, stream) == ncclSuccess;
-  return done ? cudaSuccess : cudaErrorUnknown;  // the device's report has the reason
+  return done ? cudaSuccess : cudaErrorUnknown;  // The report of the device has the reason.
 }
 
 cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream) {

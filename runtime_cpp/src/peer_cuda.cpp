@@ -36,7 +36,7 @@ constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work
 constexpr auto kWordPhase = 50us;     // during an abort, all words are 0 for this time, then 1 for this time, repeatedly
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
-// Contents of the file that the ranks of a group share. Everything but `token` is initially zero.
+// Contents of the file that the ranks of a group share. All members but `token` are initially zero.
 struct Segment {
   std::atomic<uint64_t> token;
   std::atomic<int64_t> size;  // size of the group, set by the first rank
@@ -49,7 +49,7 @@ struct Segment {
     char why[256];  // reason why this rank cannot use peer memory; empty if it can
   } seats[kRanks];
   std::atomic<uint32_t> unmapped[kMappings];  // see State::unmapped
-  // Signal words, by sender, receiver and signal number. A smaller group uses only the first words.
+  // Signal words, by sender, receiver and signal number. A small group uses only the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
@@ -106,7 +106,7 @@ cudaError_t turn(uint32_t* word, uint32_t from, uint32_t to, cudaStream_t stream
   ops[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
   ops[0].waitValue.value = from;
   ops[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;  // preceded by a system-wide memory barrier
+  ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;  // A system-wide memory barrier precedes the write.
   ops[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
   ops[1].writeValue.value = to;
   return static_cast<cudaError_t>(batch_mem_op()(stream, 2, ops, 0));
@@ -133,7 +133,7 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // Number of ranks that have released a mapping. Mappings i and i + kMappings share a counter, which is never reset.
+  // Number of ranks that have released a mapping. Mappings i and i + kMappings share a counter. The counter is never reset.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
@@ -154,7 +154,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Calls `look` between two barriers, so that `look` can read the other ranks' entries (`seats`) in the segment.
+  // Calls `look` between two barriers. There, `look` can read the entries of the other ranks (`seats`) in the segment.
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);
@@ -189,7 +189,7 @@ struct PeerGroup::State {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
       if (in_process &&
-          segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the other rank's work
+          segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for the work of the other rank.
         return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank in a separate process";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to the GPU of rank " + std::to_string(peer) + " of the channel";
@@ -201,7 +201,7 @@ struct PeerGroup::State {
 
 namespace {
 
-// Released memory. It is freed when all ranks have unmapped it, or after an abort when kUnmapPatience has passed.
+// Released memory. The memory is freed when all ranks have unmapped it, or kUnmapPatience after an abort.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;
@@ -227,7 +227,8 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees released memory of the current device only: cudaFree would wait for work on another device that may wait for this thread.
+// Frees released memory of the current device only. For another device, cudaFree would wait for work that may wait for this
+// thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));
@@ -375,7 +376,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Toggles all words until the device is idle, for at most kUnmapPatience, so that every wait sees the value that it waits for.
+// Toggles all words until the device is idle, or for kUnmapPatience. So every wait sees the value that it waits for.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

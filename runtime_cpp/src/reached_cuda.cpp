@@ -39,7 +39,7 @@ std::map<void*, Mapped>& mapped() {  // guarded by mapped_mutex
   return *all;
 }
 
-// Read and write access for the memory's device and for all devices that can access it.
+// Read and write access for the device of the memory, and for all devices that can access this device.
 std::vector<CUmemAccessDesc> access_of(int device) {
   int count = 0;
   HW_CHECK(cudaGetDeviceCount(&count));
@@ -112,7 +112,7 @@ void free_shared(void* data) {
 
 MemoryCard with_memory(MemoryCard card, void* data) {
   card.data = data;
-  // If there is no IPC handle, as for mapped memory, other processes cannot open the memory.
+  // Mapped memory has no IPC handle, so other processes cannot open the memory.
   if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();
   return card;
 }

@@ -48,7 +48,7 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (!capturing_) return cudaEventRecord(last_call_[0], caller);
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
-  // This record comes after the node above, so that the last call in a graph is the last to record last_call_.
+  // This record follows the node above, so that the last call in a graph records last_call_ last.
   return cudaEventRecord(in_capture_[0], caller);
 }
 

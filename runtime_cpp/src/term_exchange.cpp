@@ -33,7 +33,7 @@ struct TermExchange::Shared {
   bool in_packets = false;
   Exchange exchange{};
   DeviceMemory gathered;
-  const void* sent = nullptr;  // blocks that a kernel has sent, and whose reduce-scatter is not launched yet
+  const void* sent = nullptr;  // blocks that a kernel has sent; their reduce-scatter is not yet launched
 
   // Returns the resources of a channel. The resources live as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
@@ -71,7 +71,7 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 
 }  // namespace
 
-// The landing memory is never freed, because peers may still access the memory.
+// The landing memory is never freed, because peers may still access this memory.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t packets = sizeof(Packet) * 2 * channel.size() * kPackets;
   const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * kParts;
@@ -79,7 +79,8 @@ void TermExchange::Shared::connect(const Channel& channel) {
   bool in_process = true;
   for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
   void* const landing = allocate_shared(bytes + 2 * sizeof(uint32_t), in_process);
-  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before peers get the address and may write
+  // The memset precedes the exchange of addresses, because peers write as soon as they know the address.
+  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));
   HW_CHECK(cudaDeviceSynchronize());
   uint32_t* aborted = nullptr;
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&aborted), sizeof *aborted));
@@ -133,7 +134,7 @@ const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most,
     throw ExecutionError("a block of " + std::to_string(bytes) + " bytes is too large for kernels to exchange; the maximum is " +
                          std::to_string(most));
   }
-  if (bytes == 0) return this;  // nothing to gather; null would tell the kernel to exchange data
+  if (bytes == 0) return this;  // There is nothing to gather. A null pointer would tell the kernel to exchange data.
   if (shared_.in_packets) return nullptr;
   char* const all = static_cast<char*>(shared_.gathered.data());
   if (!scatters) {

@@ -27,8 +27,8 @@ namespace {
 
 // State shared by all programs of a rank that use a channel's windows.
 struct WindowUsers {
-  CallOrder calls;       // signals are counted per channel, so calls must be ordered
-  bool aborted = false;  // the communicator and its windows are gone
+  CallOrder calls;       // Signals are counted per channel, so calls must be ordered.
+  bool aborted = false;  // true if the communicator and its windows are gone
 };
 
 std::mutex users_mutex;
@@ -61,7 +61,7 @@ int loaded_nccl() {
 }
 #endif
 
-// Before NCCL 2.30.7 a captured wait waits for a fixed count. At a graph's second launch, it would end too early.
+// Before NCCL 2.30.7, a captured wait waits for a fixed count. So the wait would end too early at the second launch of the graph.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
@@ -98,7 +98,7 @@ struct WindowArena::Windows {
       for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
       release(std::move(memory_));
     } catch (const std::exception&) {
-      // Nothing can be done if the device cannot free the memory.
+      // A destructor must not throw, so the memory stays allocated.
     }
   }
 
@@ -137,7 +137,7 @@ struct WindowArena::Windows {
     return memory_.registered[found - channels_.begin()];
   }
 
-  // Peers no longer access `memory`, because earlier calls have awaited the peers' last signals.
+  // Peers no longer access `memory`, because earlier calls have waited for the last signals of the peers.
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
@@ -149,7 +149,7 @@ struct WindowArena::Windows {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }
 
-  // True after an abort: a stream may wait for a peer forever, so memory that the stream uses cannot be freed.
+  // True after an abort. Then a stream may wait for a peer forever, so the memory of the stream cannot be freed.
   bool is_aborted() const {
     return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
            std::ranges::any_of(channels_,
@@ -234,7 +234,7 @@ std::string why_out_of_reach(const Channel& channel) {
 }
 
 std::string why_no_windows(const Channel& channel) {
-  if (channel.peers()) return "";  // the ranks of the channel tested access when they connected
+  if (channel.peers()) return "";  // The ranks of the channel tested access when they connected.
   void* const data = allocate_window(&channel, kPiece);
   std::string why;
   Registered made;
@@ -292,7 +292,8 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
       all_users().erase(found);
     }
   }
-  // Aborts communicators in parallel: NCCL waits for the graphs of a communicator, which may wait for other communicators.
+  // Aborts communicators in parallel. NCCL waits for the graphs of a communicator, and these graphs may wait for other
+  // communicators.
   int device = 0;
   (void)cudaGetDevice(&device);
   std::vector<std::thread> aborts;

@@ -8,11 +8,12 @@
 
 namespace hw {
 
-// Selected algorithm of each problem. One rank measures, and all ranks of the process use the result, so that equal operands give
-// equal results.
+// Cache of the selected algorithm of each problem. One rank measures, and all ranks of the process use its result. So equal
+// operands give equal results on all ranks.
 class Algorithms {
  public:
-  // Returns the algorithm of a problem. Calls `measure` for a new problem; meanwhile other callers wait. The pointer stays valid.
+  // Returns the algorithm of a problem. If the problem is new, calls `measure`; other callers wait meanwhile. The pointer stays
+  // valid.
   template <class Measure>
   const cublasLtMatmulAlgo_t* find(const std::string& problem, const Measure& measure) {
     const std::lock_guard lock(mutex_);

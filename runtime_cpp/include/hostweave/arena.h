@@ -16,8 +16,8 @@ class Arena {
   // Calls of all programs with the same `calls` run one after another.
   explicit Arena(CallOrder& calls);
 
-  // Places every buffer of the plan. The memory grows if needed and never shrinks. Outgrown memory that a graph may use is freed
-  // with the arena.
+  // Places every buffer of the plan. The memory grows if needed, and never shrinks. Old memory stays allocated until the arena is
+  // destroyed if a graph may use this memory.
   void reserve(MemoryPlan& plan);
 
   // begin_call and end_call enclose the work of a call; see CallOrder.

@@ -11,7 +11,7 @@
 
 namespace hw {
 
-// CUDA kernels of this package for one dtype and maximum head size, in a separate library. Empty on other targets.
+// CUDA kernels for one dtype and maximum head size. The kernels are in a separate library. The members are null on other targets.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;
@@ -41,7 +41,7 @@ struct Beside {
   void* bias_gradient = nullptr;
 };
 
-// Shapes of optional operands. The bias broadcasts to the scores, except along its last dim. The last dim of the bias is
+// Shapes of optional operands. The bias broadcasts to the scores in all dims but the last. The last dim of the bias is
 // contiguous.
 struct BesideShapes {
   std::optional<Strided> bias = {};
@@ -64,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError for a problem that neither cuDNN nor the kernels support. Unless `blind_zeros` is set, two more cases
-  // are errors: there are no columns, or there are no lengths and a row attends to no column.
+  // Throws ExecutionError if neither cuDNN nor the kernels support the problem. Without `blind_zeros`, also throws ExecutionError
+  // if there are no columns, or if there are no lengths and a row attends to no column.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

@@ -55,8 +55,8 @@ struct Span {
   HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
 };
 
-// Columns that each row of one batch element attends to. From one row to the next, `begin` and `end` of these columns never
-// decrease, except after the last row.
+// Columns that each row of one batch element attends to. `begin` and `end` of these columns never decrease from one row to the
+// next. Only rows after the last row, which attend to no columns, are an exception.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;

@@ -1,7 +1,7 @@
-// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head, and iterates over the
+// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head, and loops over the
 // columns of the scores. When the maximum of a row grows, the block rescales the row's sums (Milakov and Gimelshein, "Online
-// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block
-// owns columns, and iterates over rows. No block adds to the result of another, so results are deterministic.
+// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). For the gradients of keys and values, a block
+// owns columns and loops over rows. Each result is written by one block, so results are deterministic.
 #pragma once
 #include "hostweave/attention_tiles.h"
 
@@ -92,7 +92,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     products.combine(most, [](float a, float b) { return fmaxf(a, b); });
     HW_UNROLL
     for (int i = 0; i < rows; ++i) {
-      // The maximum of a row is none() if the row attends to none of the columns so far.
+      // The maximum of a row is none() if the row has attended to no column yet.
       const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);
       sums[i] *= before, largest[i] = most[i];
       HW_UNROLL

@@ -7,8 +7,9 @@ namespace hw {
 // Runs `work` on a new thread. Throws std::system_error if there is no memory for a thread.
 void in_background(std::function<void()> work);
 
-// Waits until the threads of this library have ended. Call this function before the process exits. If some threads still run
-// after `seconds`, the process will exit without destroying static objects, because the threads may use those of NCCL and CUDA.
+// Waits until the threads of this library have ended. Call this function before the process exits. If threads still run after
+// `seconds`, the process will exit without destroying static objects, because these threads may use static objects of NCCL and
+// CUDA.
 void finish_background(double seconds);
 
 }  // namespace hw

@@ -13,15 +13,15 @@
 
 namespace hw {
 
-// A dim of `global_size` indices, divided into blocks for `blocks` ranks. This rank holds the `size` indices from `begin` on,
-// split at the block boundaries.
+// A dim of `global_size` indices, divided into `blocks` blocks, one per rank. This rank holds `size` indices from index `begin`
+// on. The blocks split these indices.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;
   int64_t global_size = size;
   int64_t begin = 0;
 
-  // Local start of a block. If block == blocks, the local end of the dim.
+  // Local start of a block. start(blocks) is the local end of the dim.
   int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
@@ -53,8 +53,8 @@ cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stre
   return blocks.copy(src, dst, sizeof(T), false, stream);
 }
 
-// send_blocks sends, and recv_blocks receives, the non-empty packed blocks that the routes assign to this rank. Call both
-// functions inside an NCCL group.
+// send_blocks sends, and recv_blocks receives, the packed blocks that the routes assign to this rank. Both functions skip empty
+// blocks. Call both functions inside an NCCL group.
 template <class T, size_t n>
 ncclResult_t send_blocks(const T* src, const Blocks& blocks, const Route (&routes)[n], ncclDataType_t type,
                          const Channel& channel, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// Log of a rank's calls, for reports of hangs: which lines of program.cpp the rank has enqueued, and which have finished.
-// HW_CHECK adds its line to the log. The arguments in the line are evaluated first: streams, events and channels add themselves
-// to the log. Milestones (milestones.h) follow the ops that may wait for other calls or ranks, except in a capture without
-// milestones. The milestones and the order of streams and events determine which lines have finished.
+// Log of a rank's calls, for reports of hangs. The log tells which lines of program.cpp the rank has enqueued, and which lines
+// have finished. HW_CHECK adds its line to the log. The streams, events and channels in the line add themselves first. A
+// milestone (milestones.h) follows each op that may wait for another call or rank. Captures may omit the milestones. A finished
+// line follows from the milestones and from the order of streams and events.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -45,7 +45,7 @@ class CallLog {
   void launches(LoggedOps* ops);
 
   // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
-  // capture. The capture has milestones if `is_marked` is true. Only pass true if `prepare_capture` returned true.
+  // capture. With `is_marked`, the capture has milestones; `prepare_capture` must have returned true.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);
@@ -55,8 +55,8 @@ class CallLog {
   // Prepares captures. Returns true if they can have milestones (see Milestones::prepare_capture). Throws ExecutionError if CUDA
   // fails.
   bool prepare_capture(bool wanted);
-  // For captures by the application: add milestones before and after the captured work, if the capture is marked. Both throw
-  // ExecutionError if CUDA fails.
+  // For captures by the application: add milestones before and after the captured work if the capture is marked. Both functions
+  // throw ExecutionError if CUDA fails.
   void begins_launch();
   void ends_launch();
   // Returns the ops of the last capture. The destructor of Graph calls `forget`.

@@ -14,10 +14,10 @@
 #define HW_FILE __FILE__
 #endif
 
-#ifdef HOSTWEAVE_CPU_DEVICE  // so that reports of the CPU device name the line of the call
+#ifdef HOSTWEAVE_CPU_DEVICE  // Reports of the CPU device name the line of the call.
 #include <hostweave_cpu.h>
 #define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
-#else  // makes an NVTX range that ends with the statement
+#else  // The NVTX range ends with the statement.
 #define HW_PLACE(call) static_cast<void>(::hw::Range(call))
 #endif
 

@@ -25,11 +25,11 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // arrive and wait are a barrier in two parts, without ordering of memory: other threads may not see a thread's earlier
-  // writes.
+  // arrive and wait are the two parts of a barrier. This barrier does not order memory: other threads may not see writes before
+  // `arrive`.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-  // Writes to the element in the shared memory of block `rank` that corresponds to `here`.
+  // Writes `value` to the variable `here` of block `rank`. The variable is in shared memory.
   template <class T>
   __device__ static void give(int rank, const T& here, T value) {
     static_assert(sizeof(T) == 4);
@@ -39,7 +39,7 @@ struct Cluster {
                  : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(__builtin_bit_cast(unsigned, value)) : "memory");
   }
-  // Reads the element in the shared memory of block `rank` that corresponds to `here`.
+  // Reads the variable `here` of block `rank`. The variable is in shared memory.
   template <class T>
   __device__ static T of(int rank, const T& here) {
     static_assert(sizeof(T) == 4);
@@ -66,7 +66,7 @@ struct Team {
   __device__ static bool is_grid() { return gridDim.y > 1; }
   __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
   __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
-  // Barrier like Cluster::meet. All blocks together add 2^31 to the counter, so the top bit flips when the last block arrives.
+  // Barrier like Cluster::meet. All blocks together add 2^31 to the counter. So the top bit flips when the last block arrives.
   __device__ static void meet() {
     if (!is_grid()) return Cluster::meet();
     unsigned* const arrived = counter();

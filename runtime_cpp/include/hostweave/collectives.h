@@ -1,6 +1,6 @@
-// Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
-// equal. Otherwise they are a group with one call per non-empty shard. all_to_all always sends and receives blocks. Calls of all
-// ranks match, because each rank knows all sizes.
+// Collectives on dims that may be sharded unevenly. If all shards are equal, all_gather and reduce_scatter are one NCCL
+// collective. Otherwise, they are a group with one call per non-empty shard. all_to_all always sends and receives blocks. Each
+// rank knows all sizes, so the calls of all ranks match.
 #pragma once
 #include <nccl.h>
 
@@ -52,8 +52,8 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call this function inside an NCCL group. The function posts sends and receives in two inner groups, and both groups must
-// progress together.
+// Posts sends and receives in two inner groups. Call this function inside an NCCL group, because both inner groups must progress
+// together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

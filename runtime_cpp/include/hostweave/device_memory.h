@@ -24,7 +24,7 @@ class DeviceMemory {
   void* reserve(size_t bytes) {
     if (bytes > bytes_) {
       bytes_ = 0;
-      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // waits until the calls that use the old memory have ended
+      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // Waits until the calls that use the old memory have ended.
       const std::string call = "cudaMalloc of " + std::to_string(bytes) + " bytes";
       HW_PLACE("cudaMalloc");
       check(cudaMalloc(&data_, bytes), call.c_str(), HW_FILE, __LINE__);

@@ -6,10 +6,10 @@
 
 namespace hw {
 
-// Conversion saturates. Infinities become the largest number too, because the type has no infinities.
+// Conversion saturates. The type has no infinities, so infinities also become the largest number.
 using f8e4m3 = __nv_fp8_e4m3;
 
-// Conversion overflows to infinity; CUDA's conversion saturates.
+// Conversion overflows to infinity. CUDA's conversion saturates instead.
 struct f8e5m2 : __nv_fp8_e5m2 {
   f8e5m2() = default;
   HW_DEVICE explicit f8e5m2(float value) : __nv_fp8_e5m2(value) {

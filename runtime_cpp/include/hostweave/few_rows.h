@@ -1,6 +1,6 @@
 // Matmuls with few rows, x[rows, depth] w[depth, columns]. Reading the weights takes most of the time. A cluster computes
-// kProductColumns columns, and each warp sums a part of the depth. The sums of the warps are added in a fixed order, so results
-// are deterministic. One kernel may compute several matmuls with the same x. Each warp then works on one of these matmuls.
+// kProductColumns columns, and each warp sums a part of the depth. The kernel adds the sums of the warps in a fixed order, so
+// results are deterministic. One kernel may compute several matmuls with the same x. Each warp then works on one matmul.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -33,7 +33,7 @@ __device__ inline uint4 stream_in(const void* from, bool exists) {
   return v;
 }
 
-// Prefetches to L2. L2 is coherent with global memory. So a prefetch is safe even before another kernel writes to the address.
+// Prefetches to L2. L2 is coherent with global memory, so a prefetch is safe even if another kernel writes to the address later.
 __device__ inline void prefetch(const void* from, bool exists) {
   if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -53,7 +53,7 @@ __device__ uint2 four_terms(const uint4& v, int i, T) {
   return {word(v, 2 * i), word(v, 2 * i + 1)};
 }
 
-#ifdef __CUDA_FP8_H__  // kernels without 8-bit floats omit cuda_fp8.h, which compiles slowly
+#ifdef __CUDA_FP8_H__  // Kernels without 8-bit floats omit cuda_fp8.h, because this header compiles slowly.
 
 // 8-bit floats are multiplied as f16. The conversion to f16 is exact.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
@@ -82,7 +82,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step. Each thread reads the same terms of both operands, by 16 bytes.
+// Sums of a warp over a block of columns, kDepth terms per step. A thread reads 16 bytes at a time: the same terms of both
+// operands.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -146,7 +147,8 @@ struct WideSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// Sums of f32, without tensor cores, which would round the operands. Two threads share 4 columns, each with half of the terms.
+// Sums of f32 products. Tensor cores would round the operands, so this code does not use tensor cores. Two threads share 4
+// columns. Each of the two sums half of the terms.
 template <bool kTransposed>
 struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
@@ -234,7 +236,8 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums of a block of 128 terms by its scales, and adds them to the total. `first` is the sums' first column.
+// Multiplies the sums of a block of 128 terms by the scales of the block, and adds the result to the total. `first` is the first
+// column of the sums.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
@@ -257,8 +260,8 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) once per element of the result, with one sum per matmul. Prefetches weights before
-// hw::griddep_wait(). The next kernel can launch early. With `kOfBlocks`, each 128 terms have their scales.
+// Calls end(row, column, sums) once for each row and column; `sums` has one sum per matmul. Prefetches weights before
+// hw::griddep_wait(). With `kOfBlocks`, there are scales for each 128 terms.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {
@@ -337,7 +340,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
     }
     end(int64_t{row}, first + column, sums);
   }
-  if (blocks > 1) Cluster::meet();  // keep shared memory alive until all blocks have read from it
+  if (blocks > 1) Cluster::meet();  // Shared memory must exist until all blocks have read it.
 }
 
 #else

@@ -25,15 +25,15 @@ __device__ inline int tile_of_block(int round) {
   return round * blocks + (round % 2 ? blocks - 1 - block : block);
 }
 
-// A tile of the result: its group, its first row, its number in a row of tiles, and the rows of its group.
+// A tile of the result. `row` is the first row of the tile, and `column` is the index of the tile in its row of tiles.
 struct GroupTile {
   int64_t group, row, column;
   GroupRows rows;
 };
 
-// Row and column of tile number `place`. Rows of tiles form bands of about equal height, at most 16 rows each. In a band, the
-// order is column by column, so that concurrent tiles share operands. There are as few bands as possible, because each band reads
-// all columns again.
+// Row and column of tile number `place`. The rows of tiles are divided into bands of about equal height, with at most 16 rows of
+// tiles each. Tiles of a band are numbered column by column, so that concurrent tiles share operands. There are as few bands as
+// possible, because each band reads all columns again.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = place / (height * across) * height;
   const int rows = down - first < height ? down - first : height, in_band = place - first * across;
@@ -41,8 +41,8 @@ __device__ inline void set_place(int place, int down, int across, int& row, int&
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory. If each thread block processes few tiles, tiles that are at most half full come
-// last, to balance the load.
+// because larger results do not fit in memory. If each thread block processes few tiles, `find` returns tiles that are at most
+// half full last. This order balances the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
@@ -121,8 +121,8 @@ struct TileWalk<true> : OuterWalk {
   using OuterWalk::OuterWalk;
 };
 
-// Writes zeros to the rows before the first group, between two groups, and after the last group. `threads` threads of each block
-// call this function, in whole warps.
+// Writes zeros to the rows before the first group, between groups, and after the last group. `threads` threads of each block call
+// this function; these threads form whole warps.
 template <class T>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
   auto* const result = static_cast<uint16_t*>(p.result);
@@ -131,7 +131,8 @@ __device__ void fill_between_groups(const GroupedProblem& p, int thread, int thr
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
     const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};
-    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // no gap ends at an empty group
+    // The gap before an empty group ends at a later group.
+    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;
     int64_t end = begin < 0 ? 0 : own.end;
     for (int distance = 1; distance < 32; distance *= 2) {
       const int64_t other = __shfl_up_sync(~0u, end, distance);

@@ -10,7 +10,7 @@
 namespace hw {
 
 struct GroupedTypes {
-  cudaDataType_t operands, result;  // the result of 16-bit operands may be f32, without rounding
+  cudaDataType_t operands, result;  // If operands have 16 bits, the result may be f32; then the result is not rounded.
 };
 
 inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }
@@ -25,9 +25,9 @@ class GroupedPlan {
  public:
   GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}
 
-  // With `other` [E, K, N], each group of rows of x [T, K] is multiplied by one of the E matrices: result [T, N]. Rows without a
-  // group are zeros. With `other` [T, N], the transposed rows of x are multiplied by the rows of `other`: result [E, K, N]. The
-  // results of empty groups are zeros. Throws ExecutionError if no kernel supports the layouts.
+  // If `other` is [E, K, N], multiplies each group of rows of x [T, K] by one of the E matrices. The result is [T, N]; rows
+  // without a group are zeros. If `other` is [T, N], multiplies the transposed rows of x by the rows of `other`, group by group.
+  // The result is [E, K, N]; the results of empty groups are zeros. Throws ExecutionError if no kernel supports the layouts.
   void prepare(const Strided& x, const Strided& other, const Strided& result);
 
   // Uses the shapes of the last prepare.

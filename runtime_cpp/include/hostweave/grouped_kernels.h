@@ -9,7 +9,7 @@ namespace hw {
 // --- 16-bit floats, by tensor cores -----------------------------------------------------------------------------------
 
 // Processes the tiles of this block one after another. find(number, tile) returns false after the last tile. The copies of the
-// next tile begin before a tile is stored.
+// next tile begin before the current tile is stored.
 template <class T, class Product, class Find>
 __device__ void multiply_tiles(const GroupedProblem& p, T* shared, const Find& find) {
   Product product(shared, p.wide);

@@ -23,8 +23,8 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// Tensor maps of the operands and the result: three dims, 16-bit elements. A box has 64 elements of each of its rows. In a
-// column-major matrix, a box has all columns of a tile.
+// Tensor maps of the operands and the result: three dims, 16-bit elements. Each row of a box has 64 elements. In a column-major
+// matrix, a box has all columns of a tile.
 struct GroupedMaps {
   TensorMap x, other, result;
 };

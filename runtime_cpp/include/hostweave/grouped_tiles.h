@@ -27,7 +27,7 @@ __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : 
 template <class T>
 struct Operand {
   const T* at;
-  int64_t pitch, count;  // count: number of rows of a, or of columns of b
+  int64_t pitch, count;  // number of rows of a, or number of columns of b
 };
 
 // A tile of the result. The tile begins at element `at`, and is the product of the rows of a and the columns of b.
@@ -37,7 +37,8 @@ struct Tile {
   Operand<T> a, b;
 };
 
-// kRows x kColumns elements of 16 bits. Chunks of 8 are permuted, so that rows of an 8 x 8 matrix are in different banks.
+// kRows x kColumns elements of 16 bits. Chunks of 8 elements are permuted, so that the rows of an 8 x 8 matrix are in different
+// banks.
 template <class T, int kRows, int kColumns>
 struct SharedTile {
   static constexpr int kChunks = kColumns / 8;
@@ -67,8 +68,8 @@ struct SharedTile {
   }
 };
 
-// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA, a is column-major; with
-// kTurnedB, b is column-major. Stages of kDepth terms are copied while earlier stages are multiplied.
+// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. With kTurnedA, a is column-major. With
+// kTurnedB, b is column-major. Each stage has kDepth terms. The next stages are copied while a stage is multiplied.
 template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
 struct TileProduct {
   static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;
@@ -99,7 +100,7 @@ struct TileProduct {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Starts to copy the first stages of a tile. No thread may still read the previous tile.
+  // Starts to copy the first stages of a tile. All threads must have finished reading the previous tile.
   __device__ void start(const Tile<T>& tile) const {
     for (int i = 0; i < kStages - 1; ++i) copy(tile, i);
   }

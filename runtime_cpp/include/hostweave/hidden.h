@@ -3,7 +3,7 @@
 
 namespace hw {
 
-// Owns a T. The type T may be incomplete, except where a Hidden is constructed.
+// Owns a T. Only the constructor needs a complete type T.
 template <class T>
 class Hidden {
  public:

@@ -1,4 +1,4 @@
-// Integer helpers: floor division and modulo, index checks, and sharding of a dim. Each rank holds ceil(n / ranks) indices, but
+// Integer helpers: floor division and modulo, index checks, and sharding of a dim. Each rank holds ceil(n / ranks) of n indices;
 // the last ranks may hold fewer or none.
 #pragma once
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device, one thread executes a whole kernel:
-// every loop covers its whole range, and a reduction over a block returns its argument.
+// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device, one thread executes a whole kernel.
+// There, every loop covers its whole range, and a reduction over a block returns its argument.
 #pragma once
 #include <cstdint>
 
@@ -64,7 +64,8 @@ template <int kCount, class Place>
 HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
   return place.template load<kCount>();
 }
-// Reads a bool whose byte may be any number: nonzero is true. For a plain read, the compiler would assume 0 or 1.
+// Reads a bool whose byte may have any value: nonzero is true. For a plain read, the compiler would assume that the byte is 0 or
+// 1.
 HW_DEVICE bool truth(const bool& element) { return reinterpret_cast<const unsigned char&>(element) != 0; }
 template <int kCount>
 HW_DEVICE Values<bool, kCount> load(const bool* first) {
@@ -93,7 +94,7 @@ HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
   store(first, converted<T>(values));
 }
 
-// Starts a load. `received` returns the loaded vector. For a pseudo-array, `received` may have to wait for the elements.
+// Starts a load. `received` returns the loaded vector. The elements of a pseudo-array may arrive later; then `received` waits.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> request(const T* first) {
   return hw::load<kCount>(first);
@@ -111,7 +112,8 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
   return request.received();
 }
 
-// True if a loop over n elements can use fast 32-bit indices. Below 2^31, because the last index may exceed n by a grid stride.
+// True if a loop over n elements can use 32-bit indices, which are faster. The limit is below 2^31, because the last index may
+// exceed n by a grid stride.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 HW_DEVICE const void* place_of(const void* array) { return array; }
@@ -122,13 +124,13 @@ HW_DEVICE bool aligned(const Arrays&... arrays) {
   return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
 }
 
-// A column of a tile, or a vector's first column. Threads past the last column compute the last ones again, and store nothing.
+// The first column of the vector that a thread computes. Threads after the end compute the last columns again, and store nothing.
 struct Column {
   int64_t index;
   bool stores_;
 
   HW_DEVICE operator int64_t() const { return index; }
-  // True if this thread stores the block's result.
+  // True if this thread stores the result.
   HW_DEVICE bool stores() const { return stores_; }
 };
 
@@ -152,7 +154,8 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
-// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)), first in a kernel, declares accesses. The CPU device detects races by it.
+// Put HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)) first in a kernel. The macro declares the accesses of the kernel. The CPU
+// device uses the declarations to detect races.
 #ifdef __CUDACC__
 #define HW_TOUCHES(...) static_cast<void>(0)
 #else
@@ -162,15 +165,16 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Programmatic dependent launch: lets the next kernel on the stream start. That kernel awaits this one's end by griddep_wait.
+// Programmatic dependent launch: lets the next kernel on the stream start. The next kernel calls griddep_wait to wait until this
+// kernel has ended.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Programmatic dependent launch: waits until all earlier work on the stream has completed and is visible. Before this call, a
-// kernel must not read data that an earlier kernel may write. Also allows the next kernel to start.
+// Programmatic dependent launch: waits until all earlier work on the stream has ended and its writes are visible. Before this
+// call, a kernel must not read data that an earlier kernel may write. Also lets the next kernel start.
 HW_DEVICE void griddep_wait() {
   griddep_launch();
 #if __CUDA_ARCH__ >= 900
@@ -178,8 +182,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Loops over 0..n: over the threads of a grid, its blocks, or the threads of a block. Adjacent threads get adjacent vectors of
-// kWidth elements, so that accesses are coalesced. kWidth divides n.
+// Distribute a loop over 0..n over the threads of the grid, over the blocks of the grid, or over the threads of a block. Adjacent
+// threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
@@ -224,15 +228,15 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces a value over a block of whole warps. kThreads is 0 if unknown at compile time. Avoids CUB, which needs a number of
-// threads, and takes NVRTC two seconds to parse.
+// All-reduces a value over a block of whole warps. kThreads is 0 if the number of threads is unknown at compile time. CUB is not
+// used: CUB needs this number, and NVRTC takes two seconds to parse CUB.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];
   value = reduce_lanes<32>(value, reduce_op);
   const int warps = (kThreads ? kThreads : blockDim.x) / 32;
   if (warps == 1) return value;
-  __syncthreads();  // wait until the previous result has been read
+  __syncthreads();  // Waits until the previous result has been read.
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   value = partial[0];
@@ -251,7 +255,7 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Redu
 #pragma unroll
     for (int distance = 16; distance >= kAside; distance /= 2) values[e] = reduce_op(values[e], value_of(values[e], distance));
   }
-  __syncthreads();  // wait until the previous result has been read
+  __syncthreads();  // Waits until the previous result has been read.
   if (threadIdx.x % 32 < kAside) {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) partial[threadIdx.x / 32][first + e] = values[e];

@@ -1,6 +1,5 @@
-// Gather, scatter, scans and sorting. Each op processes whole 1-D slices of its operand along one dim; a slice is called a lane.
-// If adjacent lanes are interleaved in memory, a thread processes a lane or a part of a lane. Otherwise a block, or a team of
-// blocks, processes a lane.
+// Gather, scatter, scans and sorting. A lane is a 1-D slice of the operand along the dim of the op. If adjacent lanes are
+// interleaved in memory, a thread processes a lane or a part of a lane. Otherwise, a block or a team of blocks processes a lane.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -71,7 +70,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// The threads of a block. All blocks of a Team visit the same lanes. Only the ops of sort.h split a lane over these blocks.
+// The threads of a block. All blocks of a Team visit the same lanes. Only the ops of sort.h divide a lane among these blocks.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -91,7 +90,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
     const T before = __shfl_up_sync(~0u, value, distance);
     if (lane >= distance) value += before;
   }
-  __syncthreads();  // wait until the previous sums have been read
+  __syncthreads();  // Waits until the previous sums have been read.
   if (lane == 31) of_warps[warp] = value;
   __syncthreads();
   all = T(0);
@@ -163,8 +162,9 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by group x[i] < kGroups; others have none. Writes to y: the ends of the groups, the elements' indices in sorted
-// order, and each element's position in it. Without a group, the position is 0. Unused indices are also 0.
+// Sorts elements by their group x[i]. An element has a group if x[i] is in 0..kGroups. Writes three lists to y: the end of each
+// group, the indices of the elements in sorted order, and the position of each element in this order. Elements without a group
+// have position 0. Unused indices are 0.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -194,7 +194,8 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// One warp for each of `parts` consecutive parts counts the elements of each group. Elements of one group keep their order.
+// Divides the elements into consecutive parts. One warp per part counts the elements of each group. Elements of one group keep
+// their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
@@ -207,7 +208,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
               parts = warps < kMost ? warps : kMost;
     const int64_t tiles = (x.length + 32 * parts - 1) / (32 * parts), begin = warp * tiles * 32, all = begin + tiles * 32;
     const int64_t end = warp >= parts ? begin : all < x.length ? all : x.length;
-    const auto for_each = [&](auto use) {  // a warp calls use(i, group or -1, mask of threads with that group)
+    const auto for_each = [&](auto use) {  // Each thread of a warp calls use(i, group or -1, mask of threads with that group).
       for (int64_t tile = begin; tile < end; tile += 32 * kAtOnce) {
         int groups[kAtOnce];
 #pragma unroll
@@ -227,7 +228,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
       if (group >= 0 && __ffs(same) - 1 == lane) counts[warp][group] += __popc(same);
       __syncwarp();
     };
-    __syncthreads();  // wait until the counts of the previous hw::Lane have been read
+    __syncthreads();  // Waits until the counts of the previous hw::Lane have been read.
     for (int i = threadIdx.x; i < parts * kGroups; i += block.threads()) counts[i / kGroups][i % kGroups] = 0;
     __syncthreads();
     for_each([&](int64_t, int group, unsigned same) { add(group, same); });
@@ -256,7 +257,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   }
 }
 
-// True if all threads of this warp are active, with the same part number and index array.
+// True if all threads of this warp are active and have the same part number and index array.
 inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
   if (__activemask() != ~0u) return false;
   int same_part, same_index;
@@ -270,11 +271,12 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for each source element whose index[i] is on this rank. One thread writes a destination, in order.
+// Calls write(i, place) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
+// destination, in the order of i.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
-  if (is_one_warp(group, index.first)) {  // each thread loads one index, and the warp shares the indices
+  if (is_one_warp(group, index.first)) {  // Each thread loads one index, and the warp shares the indices.
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
       const int64_t place = i < index.length ? index[i] - rows.first : -1;
@@ -293,14 +295,14 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
   }
 }
 
-// Copies x to y, then writes source[i] to the global index index[i], if this rank holds it. The last of several writes wins.
+// Copies x to y. Then writes source[i] to global index index[i] if this rank holds that index. The last write to an index wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// Element i of y is the sum of source elements with global index rows.first + i, rounded to T after each addition.
+// y[i] is the sum of the source elements with global index rows.first + i. The sum is rounded to T after each addition.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

@@ -1,8 +1,8 @@
-// Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
-// hw::launch_pdl launches kernels that call hw::griddep_wait(). From compute capability 9.0 and without at_once, hw::launch_pdl
-// uses programmatic dependent launch: blocks of the kernel start while earlier work on the stream ends. This saves about a
-// microsecond. The CPU device detects races from the accesses that kernels declare. Generated kernels declare accesses by
-// HW_TOUCHES. Launches of user kernels declare accesses by hw::reads and hw::writes.
+// Kernel launches in plain C++. hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
+// hw::launch_pdl launches kernels that call hw::griddep_wait(). On compute capability 9.0 or later, it uses programmatic
+// dependent launch unless `at_once` is set: blocks of the kernel start before earlier work on the stream has ended. This saves
+// about a microsecond. The CPU device uses declared accesses to detect races. Generated kernels declare accesses by HW_TOUCHES.
+// Launches of user kernels declare accesses by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -22,7 +22,7 @@
 #include "hostweave/jit.h"
 #endif
 
-#ifndef __global__  // host compilers lack the keyword; the CPU device runs a kernel as one thread of one block
+#ifndef __global__  // Host compilers lack this keyword. The CPU device runs a kernel as one thread of one block.
 #define __global__
 #endif
 
@@ -37,11 +37,12 @@ struct Grid {
   int shared = 0;        // bytes of dynamic shared memory
 };
 
-constexpr int64_t kMaxBlocks = 2147483647;            // maximum blocks of a grid; grid-stride loops cover larger ranges
+// maximum number of blocks of a grid; loops with a grid stride cover larger ranges
+constexpr int64_t kMaxBlocks = 2147483647;
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
-// Minimum of (row length) / (number of rows) for which the whole grid sorts each row. Only for complete sorts.
+// The whole grid sorts each row if all elements are sorted and (row length) / (number of rows) is at least this number.
 constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
@@ -73,7 +74,8 @@ constexpr Grid grid_of_elements(int64_t n) {
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// One block per row of n elements; many rows have fewer threads. A thread makes kRowAccesses accesses, or more in long rows.
+// One block per row of n elements. With many rows, blocks have fewer threads. A thread makes up to kRowAccesses accesses, or more
+// in long rows.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -81,8 +83,9 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row, with a block
-// per kSorted elements, or fewer if rows are many. The whole grid sorts few and long rows, if they are sorted completely.
+// Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row. The cluster has
+// one block per kSorted elements, or fewer blocks if there are many rows. If all elements are sorted and the rows are few and
+// long, the whole grid sorts each row.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -102,8 +105,9 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Matmuls with few rows: a cluster per kProductColumns columns, with up to kMostBlocks blocks that have enough terms and all run
-// at once. Clusters of more than two blocks cannot fill every GPC, so fewer blocks run at once.
+// Grid of matmuls with few rows: one cluster per kProductColumns columns. The cluster size is the largest, up to kMostBlocks,
+// with which each block has enough terms and all blocks run at once. Clusters of more than two blocks cannot fill every GPC, so
+// fewer blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
@@ -115,7 +119,7 @@ inline Grid grid_of_products(int64_t columns, int64_t depth) {
   return {clusters * cluster, kThreads, cluster};
 }
 
-// One matmul with few rows: clusters of two large blocks if that gives more threads, otherwise grid_of_products.
+// Grid of one matmul with few rows: clusters of two large blocks if they have more threads, otherwise grid_of_products.
 inline Grid grid_of_product(int64_t columns, int64_t depth) {
   const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
@@ -123,7 +127,8 @@ inline Grid grid_of_product(int64_t columns, int64_t depth) {
 
 using ViewDims = std::initializer_list<int64_t>;
 
-// `count` contiguous elements, or a view, that a kernel accesses. Only for arguments: `shape` and `strides` are of temporaries.
+// Elements that a kernel accesses: `count` contiguous elements, or a view. `shape` and `strides` refer to temporaries, so use
+// this type only for arguments.
 template <class T>
 struct Access {
   T* pointer;
@@ -171,10 +176,11 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// A kernel calls tell() first. At its launch, tell() records the accesses and returns true, and the kernel returns.
+// A kernel calls tell() first. During a launch, tell() records the accesses and returns true. The kernel then returns
+// immediately.
 bool tell(Accesses accesses);
 
-// Enqueues `run` with a copy of the closure and these accesses. If there are none, the kernel reports them by `tell`.
+// Enqueues `run` with a copy of the closure. If `accesses` is empty, the kernel declares its accesses by `tell`.
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
                           Accesses accesses);
 
@@ -213,7 +219,8 @@ cudaError_t load(void (*)(Params...)) {
 
 #else
 
-// Loads a kernel on the current device. Call this function before any rank runs: lazy loading during an NCCL kernel can deadlock.
+// Loads a kernel on the current device. Call this function before any rank runs, because lazy loading during an NCCL kernel can
+// deadlock.
 template <class... Params>
 cudaError_t load(void (*kernel)(Params...)) {
 #ifdef HOSTWEAVE_JIT
@@ -280,7 +287,7 @@ cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream
   if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
   const bool waits = waits_for_stream(function);
-  const unsigned cluster = waits ? grid.cluster : 1;  // clusters need compute capability 9.0, like programmatic launches
+  const unsigned cluster = waits ? grid.cluster : 1;  // Clusters, like programmatic launches, need compute capability 9.0.
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
                                        {.id = cudaLaunchAttributeClusterDimension}};
   attributes[0].val.programmaticStreamSerializationAllowed = waits;

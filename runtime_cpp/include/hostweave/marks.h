@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// Collects the marks that the constructing thread makes while this object exists, in order.
+// Collects the marks of the constructing thread, in order, while this object exists.
 class Marks {
  public:
   Marks();
@@ -18,7 +18,7 @@ class Marks {
   Marks(Marks&&) = delete;
 
   cudaError_t add(cudaStream_t stream);
-  // Milliseconds from `begin` to each mark that was made since the last call of `take`. All marks must have been reached.
+  // Milliseconds from `begin` to each mark since the last call of `take`. The streams must have reached all of these marks.
   std::vector<float> take(cudaEvent_t begin);
 
  private:

@@ -32,7 +32,8 @@ HW_DEVICE float log_gamma(float x) {
   return static_cast<float>(log_gamma(static_cast<double>(x)));
 }  // computed in f64, to be accurate near 0
 
-// A divisor of many numbers. A GPU multiplies by its reciprocal (up to 2 ulp). With kNormal, the caller knows that it is normal.
+// Divisor of many numbers. A GPU multiplies by the reciprocal of the divisor, with an error of up to 2 ulp. Pass kNormal only if
+// the divisor and its reciprocal are normal numbers.
 constexpr bool kNormal = true;
 
 template <bool kIsNormal = false>
@@ -117,14 +118,15 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
-// Truncates to i64. A narrower T has its low bits. 2^63 to below 2^64 are converted through u64. NaN and the rest give -2^63.
+// Truncates to i64. A narrower T gets the low bits. Numbers from 2^63 to below 2^64 are converted through u64. NaN and other
+// numbers out of range give -2^63.
 template <class T, class F>
 HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// floor_divide rounds down. fmod has the sign of the dividend, remainder that of the divisor. All return 0 for divisor 0. The
-// code tests `< 1` because compilers warn about `< 0` for unsigned types.
+// floor_divide rounds down. fmod has the sign of the dividend, and remainder has the sign of the divisor. All three return 0 if
+// the divisor is 0. The code tests `< 1`, because compilers warn about `< 0` for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);

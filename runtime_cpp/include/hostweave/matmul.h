@@ -54,12 +54,12 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
   // Selects an algorithm, unless these shapes are among the last kMostPlans prepared shapes. Selection waits for the device. If
-  // Rank::measures(), selects the fastest of the first algorithms that cuBLASLt recommends. Throws ExecutionError if
+  // Rank::measures(), measures the algorithms that cuBLASLt recommends, and selects the fastest. Throws ExecutionError if
   // cuBLASLt does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times
-  // if one batch stride cannot cover all leading dims.
+  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times if the
+  // leading dims have no common batch stride.
   cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:

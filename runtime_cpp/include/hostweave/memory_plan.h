@@ -13,7 +13,7 @@ class MemoryPlan {
  public:
   MemoryPlan();
 
-  // Begins the live range of a buffer. A freed buffer may be allocated again, at the same offset.
+  // Begins the live range of a buffer. After `free`, the buffer may be allocated again, at the same offset.
   template <class T>
   void allocate(T*& pointer, int64_t count, bool in_window = false) {
     allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, in_window);

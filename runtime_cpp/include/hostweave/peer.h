@@ -1,9 +1,9 @@
 // Peer memory: ranks of one host copy from and to each other's memory, and signal each other by stream memory operations. On
-// GPUs, peer memory uses only the id type of NCCL.
+// GPUs, this code uses NCCL only for the type ncclUniqueId.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
 // to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA
-// graph use the same words. The words are in host memory. So a rank can end the waits of its streams when a peer has exited.
+// graph use the same words. The words are in host memory, so a rank can end the waits of its streams after a peer has exited.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>
@@ -36,14 +36,14 @@ class PeerGroup {
 
   static inline const std::atomic<bool> kNeverAborted = false;
 
-  // Collective: joins the group of that id. Throws ExecutionError after a timeout, for a wrong id, rank or size, after a failure
-  // of another rank, or if `aborted` is set.
+  // Collective: joins the group of that id. Throws ExecutionError after a timeout, if the id, rank or size is wrong, if another
+  // rank fails, or if `aborted` is set.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
             const std::atomic<bool>& aborted = kNeverAborted);
   ~PeerGroup();
   PeerGroup(PeerGroup&&) = delete;
 
-  // Returns why some rank cannot map the memory of its peers, or cannot signal them. Returns "" if all ranks can. All ranks
+  // Returns why some rank cannot map the memory of its peers or cannot signal its peers. Returns "" if all ranks can. All ranks
   // return the same text.
   const std::string& why_out_of_reach() const;
 
@@ -51,8 +51,8 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps the memory of all ranks. Each rank passes memory that its `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the peers' memory without waiting. Frees `data` when no peer maps `data` any longer: now, or in a later call of `map`
-  // or `free`.
+  // Unmaps the memory of the peers without waiting. Frees `data` once no peer maps `data`: now, or in a later call of `map` or
+  // `free`.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);

@@ -6,8 +6,9 @@
 
 namespace hw {
 
-// Matmuls x[rows, depth] w[depth, columns] with kCount weights, and up to kFewRows rows, or kFewScaledRows with scales. x is
-// row-major. All weights have one layout: row-major, or column-major if transposed, with the given pitch in elements.
+// Matmuls x[rows, depth] w[depth, columns] with kCount weights. There are up to kFewRows rows, or up to kFewScaledRows rows with
+// scales. x is row-major. All weights have the same layout: row-major, or column-major if `transposed` is set. Pitches are in
+// elements.
 template <class T, int kCount>
 struct FewRows {
   int64_t rows, depth, columns;
@@ -26,7 +27,7 @@ struct OperandScales {
   int64_t step, block_step;
   int size_log2;
 
-  // Scale of row or column i for the block that contains the term.
+  // Scale of row or column i for term `term`.
   HW_DEVICE float of(int64_t i, int64_t term) const { return at[(i >> size_log2) * step + (term >> kBlockLog2) * block_step]; }
 };
 

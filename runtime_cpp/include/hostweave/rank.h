@@ -54,7 +54,7 @@ class Rank {
   // Throws ExecutionError if there is no such channel, or if its process group has another size.
   const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
-  // Registers memory that peers can access, until `unshare`. Arguments of calls may be in this memory.
+  // Registers memory that peers can access until `unshare`. Arguments of calls may be in this memory.
   void share(SharedMemory memory);
   void unshare(const char* data);
 

@@ -12,7 +12,7 @@
 namespace hw {
 
 constexpr size_t kPiece = size_t{2} << 20;  // granularity in bytes of memory that GPUs map for each other
-// Rounds up to whole pieces: at least one, because a window must not be empty.
+// Rounds up to whole pieces, and to at least one piece: a window must not be empty.
 constexpr size_t whole_pieces(size_t bytes) { return bytes ? (bytes + kPiece - 1) / kPiece * kPiece : kPiece; }
 
 // Registration of memory with a channel.
@@ -38,8 +38,8 @@ std::string why_out_of_reach(const Channel& channel);
 // Collective: tries a registration. Returns the reason why the registration fails, or "".
 std::string why_no_windows(const Channel& channel);
 
-// Aborts communicators, and ends the waits of kernels for ranks of these communicators. The windows of the communicators must not
-// be used afterwards.
+// Aborts communicators, and ends the waits of kernels for ranks of these communicators. The windows of these communicators are
+// unusable afterwards.
 void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

@@ -1,8 +1,9 @@
-// GPU memory that other ranks of this host access. Threads of one process use the same address. Processes open an IPC handle.
+// GPU memory that other ranks of this host access. Threads of one process use the same address. Other processes open an IPC
+// handle.
 //
-// If all ranks are threads of one process, the virtual memory API allocates the memory. Peer access is not enabled. With peer
-// access, each cudaMalloc and cudaFree would wait for all work on all GPUs. This work may wait for a signal of the thread that
-// makes the call.
+// If all ranks are threads of one process, the virtual memory API allocates the memory, and peer access stays disabled. With peer
+// access, each cudaMalloc and cudaFree would wait for all work on all GPUs. This work may wait for a signal of the calling
+// thread.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,8 +24,8 @@ struct MemoryCard {
 // Description of the calling rank, without an allocation.
 MemoryCard card_of_rank();
 
-// Allocates memory of the current device that other ranks can map, in whole pieces. `in_process` means that all ranks are threads
-// of this process.
+// Allocates memory of the current device that other ranks can map. Rounds up to whole pieces. `in_process` means that all ranks
+// are threads of this process.
 void* allocate_shared(size_t bytes, bool in_process);
 void free_shared(void* data);
 // Adds an allocation to the description of its rank.

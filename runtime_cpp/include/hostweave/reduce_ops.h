@@ -12,8 +12,8 @@ struct Indexed {  // an element and its index
   int64_t index;
 };
 
-// Accumulator of floats. On the CPU device one thread adds all terms, in f64 with compensation (Neumaier's sum). On a GPU
-// threads usually share a long sum, so each thread adds fewer terms, without compensation.
+// Accumulator of floats. On the CPU device, one thread adds all terms, in f64 with compensation (Neumaier's sum). On a GPU,
+// threads usually share a long sum. Each thread then adds fewer terms, so the sum has no compensation.
 #ifdef __CUDACC__
 template <class T>
 using Sum = T;
@@ -52,13 +52,13 @@ HW_OPERATOR(Or, |)
 HW_OPERATOR(Xor, ^)
 #undef HW_OPERATOR
 
-struct Maximum {  // propagates NaN
+struct Maximum {  // Propagates NaN.
   template <class T>
   HW_DEVICE T operator()(T a, T b) const {
     return a > b || a != a ? a : b;
   }
 #ifdef __CUDACC__
-  __device__ float operator()(float a, float b) const {  // a single instruction
+  __device__ float operator()(float a, float b) const {  // The function compiles to a single instruction.
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
     return a;
   }
@@ -78,7 +78,7 @@ struct Minimum {
 #endif
 };
 
-struct FirstMaximum {  // NaN is the largest; among equal elements, the first is the result
+struct FirstMaximum {  // NaN is the largest number. The first of equal elements is the result.
   template <class T>
   HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {
     const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;

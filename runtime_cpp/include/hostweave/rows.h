@@ -31,7 +31,7 @@ struct RegisterRow {
 
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
-// A row that is reloaded at each use, because it does not fit in registers or is not aligned.
+// A row that is reloaded at each use, because the row is unaligned or does not fit in registers.
 template <class Place, int kWidth>
 struct ReloadedRow {
   Place row;
@@ -64,7 +64,8 @@ HW_DEVICE auto load_row(const Row& row, Place first) {
   return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
 }
 
-// Threads that share a row: kThreads adjacent ones of a warp for 1 to 32, otherwise a block, of unknown size if kThreads is 0.
+// Threads that share a row. If kThreads is 1 to 32, these are kThreads adjacent threads of a warp. Otherwise, these are the
+// threads of a block. If kThreads is 0, the size of the block is unknown at compile time.
 #ifdef __CUDACC__
 template <int kThreads, int kBlocks = 1>
 struct ThreadGroup {
@@ -115,10 +116,11 @@ struct ThreadGroup<kThreads, kBlocks> {
   static __device__ Walk<int64_t> of(int64_t n) { return {blockIdx.x / kBlocks, n, gridDim.x / kBlocks}; }
   template <class T, class ReduceOp>
   __device__ T reduce(T value, ReduceOp reduce_op) const {
-    __shared__ T partial[2][kBlocks];  // used alternately, because a block may call reduce again while other blocks still read
+    // The rows are used alternately, because a block may call `reduce` again while other blocks still read.
+    __shared__ T partial[2][kBlocks];
     T* const parts = partial[reduced % 2];
     value = reduce_block<kThreads>(value, reduce_op);
-    if (reduced++ == 0) Cluster::wait();  // wait until all blocks have started
+    if (reduced++ == 0) Cluster::wait();  // Waits until all blocks have started.
     if (threadIdx.x < kBlocks) Cluster::give(threadIdx.x, parts[Cluster::rank()], value);
     Cluster::meet();
     value = parts[0];
@@ -162,7 +164,8 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
       return load_row(*this, row);
     }
   }
-  // A row of values, in registers if kWidth exceeds 1, and otherwise computed at each use. `compute` returns a chunk's vector.
+  // Holds a row of values in registers if kWidth exceeds 1, and otherwise computes the values at each use. `compute` returns the
+  // vector of a chunk.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
     if constexpr (kWidth == 1) {
@@ -202,7 +205,7 @@ struct RowUpTo : ThreadGroup<0> {
 template <int kNeighbours>
 struct LongRow : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = 1;  // factor by which loops over the row are unrolled, not the number of accesses
+  static constexpr int kEach = 1;  // factor by which loops over the row are unrolled; not the number of accesses
 
   int64_t length;
 

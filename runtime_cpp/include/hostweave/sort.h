@@ -13,7 +13,7 @@ struct KeyOf<8> {
   using Type = uint64_t;
 };
 
-// Unsigned key whose order is the sort order. NaN is the largest element, and both zeros are equal.
+// Unsigned key that has the sort order of the elements. NaN is the largest element, and both zeros are equal.
 template <bool kDescending, class T>
 HW_DEVICE auto sort_key(T element) {
   const auto x = accumulated(element);
@@ -92,8 +92,9 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// Sorts the first k = order.length elements of a long row. Candidates (at least k) are the elements up to the k-th smallest
-// minimum of a thread. Returns false if there are more than kSorted, for example many equal elements.
+// Finds the first k = order.length elements of a long row in sorted order. Each thread computes the minimum of its elements. The
+// elements up to the k-th smallest of these minima are the candidates; there are at least k candidates. Returns false if there
+// are more than kSorted candidates, for example because many elements are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -118,8 +119,8 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Writes the indices of the first `left` elements in sorted order to `tile`, in any order. Prefers low indices of equal keys.
-// Radix select: counts elements per digit, from the highest digit on, to find the last selected key.
+// Writes the indices of the first `left` elements in sorted order to `tile`, in any order. Of equal elements, selects those with
+// low indices. Radix select: counts elements per digit, from the highest digit on, to find the last selected key.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -181,7 +182,8 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Widens n 32-bit indices in a half of `order` to 64 bits in place. A round writes to memory that earlier rounds have read.
+// Widens n 32-bit indices in a half of `order` to 64 bits in place. Each round overwrites only indices that earlier rounds have
+// read.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {
@@ -252,7 +254,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     } else {
       add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
-    Team::meet();  // all blocks have read the counts
+    Team::meet();  // All blocks have read the counts.
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
@@ -307,11 +309,11 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   __shared__ uint64_t tile[kSorted];
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr bool kPacked = sizeof(Key) == 4;
-  block.sync();  // wait for the previous row
+  block.sync();  // Waits for the previous row.
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Team::rank() > 0) return;  // one block selects the first elements
+    if (Team::rank() > 0) return;  // One block selects the first elements.
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }

@@ -74,9 +74,9 @@ class CallOrder {
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
-  // RAII: this thread captures calls without the nodes of `begin_call` and `end_call`. Such a graph must be launched between
-  // `begin_call` and `end_call`. A graph without these nodes can be a chain of kernels, and a chain launches nearly as fast as
-  // one kernel.
+  // RAII: this thread captures calls without the nodes of `begin_call` and `end_call`. The graph must be launched between
+  // `begin_call` and `end_call`. Without these nodes, a graph can be a chain of kernels. A chain launches nearly as fast as one
+  // kernel.
   class OfKernels {
    public:
     OfKernels();

@@ -48,15 +48,15 @@ struct Tensor {
   Shape global_shape = {};  // shape of the global tensor, if known
 
   int64_t dim(int i) const { return shape[i]; }
-  // Global size of a dim sharded over `ranks` ranks; assumes even shards if the global shape is unknown.
+  // Global size of a dim that is sharded over `ranks` ranks. Assumes equal shards if the global shape is unknown.
   int64_t global_dim(int i, int64_t ranks) const { return global_shape.ndim ? global_shape[i] : shape[i] * ranks; }
   template <class T>
   T* as() const {
     return static_cast<T*>(data);
   }
 
-  // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` are for the message. `type` has
-  // the names of the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
+  // Throws ArgumentError if the dtype, shape or device is wrong. The message contains `name` and `type`. `type` has the names of
+  // the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
   void expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
               const char* type = nullptr) const;
 };

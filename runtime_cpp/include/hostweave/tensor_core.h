@@ -1,4 +1,4 @@
-// Tensor core instructions of GPUs since Ampere, and instructions that copy operands to shared memory or load them from there.
+// Tensor core instructions of GPUs since Ampere, and instructions that copy operands to and from shared memory.
 #pragma once
 #include "hostweave/types.h"
 

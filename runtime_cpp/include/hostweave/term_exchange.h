@@ -27,7 +27,7 @@ class TermExchange {
   // Makes the first argument of a kernel: hw::Terms or hw::LandedBlocks.
   template <class Terms>
   Terms terms(const typename Terms::Element* own, int64_t count, cudaStream_t stream) const {
-    if (CallLog* const log = CallLog::current()) log->over(channel_);  // the kernel waits for the other ranks
+    if (CallLog* const log = CallLog::current()) log->over(channel_);  // The kernel waits for the other ranks.
     const int64_t bytes = count * static_cast<int64_t>(sizeof *own);
     const void* const all = gathered(own, bytes, Terms::kMostBytes, Terms::kScatters, stream);
     Terms made{own, count, static_cast<const typename Terms::Element*>(all), exchange(), 0};
@@ -49,8 +49,8 @@ class TermExchange {
   const Exchange& exchange() const;
   bool note_sent(const void* own) const;  // false if NCCL will send the blocks
   bool take_sent(const void* own) const;  // true if a kernel has sent these blocks
-  // Gathers blocks of `bytes` from all ranks by NCCL, on the stream. Returns null if kernels exchange the blocks. With
-  // `scatters`, `own` has a block for each rank.
+  // Gathers blocks of `bytes` bytes from all ranks by NCCL, on the stream. With `scatters`, `own` has a block for each rank.
+  // Returns null if kernels exchange the blocks.
   const void* gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const;
 
   const Channel& channel_;
@@ -61,7 +61,7 @@ class TermExchange {
 void abort_exchanges(ncclComm_t comm);
 
 // Like launch_pdl, for a kernel whose first argument is `Terms` of `count` elements. All thread blocks must be resident, because
-// they wait for thread blocks of other ranks.
+// thread blocks wait for thread blocks of other ranks.
 template <class Terms, class... Params, class... Args>
 cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStream_t stream, const TermExchange& exchange,
                             const typename Terms::Element* own, int64_t count, const Args&... args) {

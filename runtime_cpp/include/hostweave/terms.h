@@ -1,15 +1,15 @@
-// Collectives that run inside the kernel that uses their result: all-reduce, reduce-scatter and all-gather. The kernel reads
-// the result like an array, by hw::load(terms + i) and terms[i]. Sums add the terms of the ranks in rank order, so all ranks
-// round equally.
+// Collectives that run inside the kernel that uses their result: all-reduce, reduce-scatter and all-gather. The kernel reads the
+// result like an array, by hw::load(terms + i) and terms[i]. Sums add the terms of the ranks in rank order, so all ranks round
+// equally.
 //
 // With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
-// data. The number of the exchange follows each half of the data. A reader detects arrival from the packet itself, without a
-// separate flag (NCCL's LL protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in the memory of the
-// peers. Then the kernel sets flags in this memory to the number of the exchange.
+// data; the number of the exchange follows each half. So the packet itself shows its arrival, without a separate flag (NCCL's LL
+// protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in the memory of the peers. Then the kernel
+// sets flags in this memory to the number of the exchange.
 //
-// Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. Before a rank
-// writes to a slot again, the rank has received data from every peer through the other slot. A peer sends these data only after
-// the peer has read the first slot.
+// Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. A rank writes to
+// a slot again only after all peers have sent data through the other slot. A peer sends these data only after the peer has read
+// the first slot.
 #pragma once
 #include <cstdint>
 
@@ -102,8 +102,8 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term to all peers, unless NCCL has gathered the terms. The last thread block to finish increments the
-  // exchange number. Several loads precede the first store of a thread, so that latencies overlap.
+  // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block to finish increments the
+  // exchange number. A thread issues several loads before its first store, so that the latencies of the loads overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -284,7 +284,8 @@ HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
 template <class T, int kRanks, bool kSums>
 struct LandedBlocksAt;
 
-// Kernel argument for the result of a reduce-scatter (kSums) or all-gather. begin() comes first, and waits for the peers' blocks.
+// Kernel argument for the result of a reduce-scatter (kSums) or all-gather. The kernel calls begin() first; begin() waits for the
+// blocks of the peers.
 template <class T, int kRanks, bool kSums>
 struct LandedBlocks {
   using Element = T;
@@ -343,9 +344,9 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If
-  // `is_sent`, sets the flags without sending. The last thread block to send increments the exchange number. All ranks use the
-  // same number of parts, because the number depends only on the size and on `is_sent`.
+  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If `is_sent`,
+  // only sets the flags. The last thread block to send increments the exchange number. The number of parts depends only on the
+  // size and on `is_sent`, so all ranks use the same number.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -411,8 +412,9 @@ using ScatteredSums = LandedBlocks<T, kRanks, true>;
 template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
-// Kernel argument for a result that a later kernel reduce-scatters. Stores go to the landing memory of a block's rank, or to
-// `own` for this rank and if NCCL exchanges the blocks. begin() precedes the first store.
+// Kernel argument for a result that a later kernel reduce-scatters. A store goes to the landing memory of the rank that gets the
+// block. Stores of the own block go to `own`, and so do all stores if NCCL exchanges the blocks. The kernel calls begin() before
+// the first store.
 template <class T, int kRanks>
 struct SentBlocks {
   LandedBlocks<T, kRanks, true> blocks;
@@ -456,7 +458,8 @@ struct LandedBlocksAt {
   }
 };
 
-// Address whose alignment decides about vector accesses. Includes the size of a block, because vectors must not cross its end.
+// Address whose alignment decides if vector accesses are possible. The address depends on the size of a block, because a vector
+// must not cross the end of a block.
 template <class T, int kRanks, bool kSums>
 HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));

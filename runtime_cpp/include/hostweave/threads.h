@@ -7,9 +7,9 @@ constexpr int kThreads = 256;     // threads per block for pointwise kernels
 constexpr int kRowThreads = 512;  // maximum threads per block that reduce a row
 constexpr int kRowAccesses = 4;   // maximum accesses per thread to a row in registers
 constexpr int kTransposed = 64;   // columns of a tile that a block transposes
-template <int kBytes>             // rows of such a tile, so that its columns have at least 128 bytes
+template <int kBytes>             // rows of such a tile; its columns then have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
-constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while a block waits, the others load and store
+constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while one block waits, other blocks load and store
 constexpr int kLaneParts = 32;   // threads that share a lane; each element has one thread
 constexpr int kTile = 32;        // columns per tile of a column reduction
 constexpr int kSorted = 2048;    // elements that a block sorts in shared memory

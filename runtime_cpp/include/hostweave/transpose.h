@@ -6,8 +6,8 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i. Their type is
-// T or the type of the computation. All threads of the grid must call this function, in blocks of kThreads.
+// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth - 1 of row i, as T or as
+// the type of the computation. All threads of the grid must call this function, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   using Word = decltype([] {
@@ -17,13 +17,13 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       return T{};
     }
   }());
-  constexpr int kPadding = sizeof(Word) / sizeof(T);                   // so that columns begin in different banks
+  constexpr int kPadding = sizeof(Word) / sizeof(T);                   // Columns begin in different banks.
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // elements and words per store
   constexpr int kRows = kTileRows<sizeof(T)>, kElements = kRows * kTransposed;
   constexpr int kUnrolled = kWidth > 1 ? kElements : 1;
   __shared__ alignas(16) T tile[kTransposed][kRows + kPadding];
   const bool is_wide = pitch % kStored == 0 && aligned(to);
-  // The number of a tile fits in 32 bits, which are faster to divide.
+  // The number of a tile fits in 32 bits. Division of 32-bit integers is faster.
   const auto across = static_cast<uint32_t>((columns + kTransposed - 1) / kTransposed);
   const int64_t down = (rows + kRows - 1) / kRows;
   for (int64_t number : over_blocks(down * across)) {
@@ -42,7 +42,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       }
     };
     if (height >= kRows && length >= kTransposed) {
-      fill([](int, int) { return true; });  // without conditions, all loads of a thread are in flight together
+      fill([](int, int) { return true; });  // Without conditions, all loads of a thread are in flight together.
     } else {
       fill([&](int row, int column) { return row < height && column < length; });
     }
@@ -59,7 +59,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
         for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
       }
     }
-    __syncthreads();  // all threads have read the tile, so the next tile may overwrite it
+    __syncthreads();  // All threads have read the tile, so the next tile may overwrite it.
   }
 }
 

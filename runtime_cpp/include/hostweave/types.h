@@ -24,7 +24,7 @@ HW_DEVICE float rounded(float x) {
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <>
-HW_DEVICE float rounded<bf16>(float x) {  // converts a pair, because the instruction for one number is eight times slower
+HW_DEVICE float rounded<bf16>(float x) {  // Converts a pair, because the instruction for one number is eight times slower.
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
   return __uint_as_float(pair);

@@ -1,6 +1,6 @@
-// Grouped matmuls on Hopper. One warp of a block copies tiles of the operands to shared memory by the tensor memory
-// accelerator. Two warpgroups multiply the tiles by wgmma. For layouts and descriptors see PTX ISA, "Asynchronous Warpgroup
-// Level Matrix Multiply-Accumulate Instructions". Other GPUs never launch these kernels.
+// Grouped matmuls on Hopper. One warp of a block uses the tensor memory accelerator to copy tiles of the operands to shared
+// memory. Two warpgroups use wgmma to multiply the tiles. For layouts and descriptors see PTX ISA, "Asynchronous Warpgroup Level
+// Matrix Multiply-Accumulate Instructions". Other GPUs never launch these kernels.
 #pragma once
 #include "hostweave/group_walk.h"
 
@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Begins sums[64, 256] += a[64, 16] b[16, 256] on a warpgroup. If is_first, the old sums are undefined, and are ignored.
+// Begins sums[64, 256] += a[64, 16] b[16, 256] on a warpgroup. If is_first, the instruction ignores the old sums.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -38,7 +38,7 @@ HW_BEGIN_PRODUCT(f16, "f16")
 #undef HW_SUMS
 #undef HW_BEGIN_PRODUCT
 
-// An mbarrier in shared memory. Phases have parities 0, 1, 0, ...
+// An mbarrier in shared memory. The parities of its phases are 0, 1, 0, ...
 struct PhaseBarrier {
   unsigned at;
 
@@ -75,7 +75,8 @@ struct StageCount {
   __device__ void advance() { ++count; }
 };
 
-// Number of this warpgroup. The shuffle tells the compiler that it is equal in a warp, so that no wait follows each product.
+// Number of this warpgroup. The shuffle tells the compiler that all threads of a warp have the same number. Without the shuffle,
+// the compiler inserts a wait after each product.
 __device__ inline int warpgroup_of_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // Waits at hardware barrier `number` until `threads` threads of the block have arrived.
@@ -83,7 +84,8 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread, only with NVRTC: nvcc 13.0's assembler crashes on it without optimisation.
+// Sets the number of registers of each thread if NVRTC compiles the kernel. Without optimisation, the assembler of nvcc 13.0
+// crashes on this instruction.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -114,7 +116,8 @@ class WarpgroupProducts {
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
   static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy
-  // Columns that a warpgroup stores at once: all with kFew, where a tile takes longer to store than the next one to multiply.
+  // Number of columns that a warpgroup stores at once. With kFew, a warpgroup stores all columns, because storing a tile takes
+  // longer than multiplying the next tile.
   static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
@@ -219,12 +222,14 @@ class WarpgroupProducts {
     if (threadIdx.x % 32 == 0) empty(stage).arrive();
   }
 
-  // Descriptor for wgmma: start, distance of panels of 64 columns, distance of groups of eight rows, 128-byte swizzle.
+  // Descriptor of a matrix for wgmma: start address, distance of panels of 64 columns, distance of groups of eight rows, 128-byte
+  // swizzle.
   __device__ static uint64_t matrix(unsigned at) {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  // Begins the products of a tile. Returns the stage of the last product, or -1 and zero sums if there are no products.
+  // Begins the products of a tile. Returns the stage of the last product. If there are no products, returns -1 and sets the sums
+  // to zero.
   __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {
@@ -253,7 +258,7 @@ class WarpgroupProducts {
     return before;
   }
 
-  // Waits for the stages of a tile, and releases the stages. Used if the tile has no rows for this warpgroup.
+  // Waits for the stages of a tile, and releases the stages. Used if this warpgroup has no rows of the tile.
   __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
     for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
       filled(at.stage()).wait(at.parity());
@@ -262,7 +267,7 @@ class WarpgroupProducts {
     }
   }
 
-  // In both operands, sets the rows after the end of the group to zero. These rows belong to another group or are undefined.
+  // Sets the rows after the end of the group to zero in both operands. These rows are undefined or belong to another group.
   __device__ void clear_rest(unsigned stage, int64_t rows) const {
     if (rows >= kDepth) return;
     const int chunks = (kDepth - static_cast<int>(rows)) * 8;
@@ -274,7 +279,7 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores `rows` rows through shared memory. One thread copies whole boxes; all threads copy the last rows of a group.
+  // Stores `rows` rows through shared memory. One thread copies whole boxes. All threads copy the last rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);

@@ -1,4 +1,4 @@
-// Arena of a program with one-sided transfers. Its windows are memory that is registered with channels and that peers access.
+// Arena of a program with one-sided transfers. A window is memory that is registered with a channel, and that peers access.
 #pragma once
 #include <nccl.h>
 
@@ -10,7 +10,8 @@
 #include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 
-// Calls that older NCCL versions lack. A program compiles and loads without these calls; `prepare` reports that they are missing.
+// Calls that older NCCL versions lack. A program compiles and loads without these calls. `prepare` throws an error if a call is
+// missing.
 extern "C" {
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
 typedef struct ncclWindow_vidmem* ncclWindow_t;
@@ -42,7 +43,7 @@ class WindowArena {
   // The channels must outlive the arena. The arena ignores channels of process groups without this rank.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
-  // Like Arena::reserve. Growth of the windows is collective: all ranks of the channels reserve equally many bytes. Throws
+  // Like Arena::reserve. Growth of the windows is collective: all ranks of the channels reserve the same number of bytes. Throws
   // ExecutionError if peers cannot access the memory, or if NCCL lacks a feature that the program needs.
   void reserve(MemoryPlan& plan);
 
