@@ -1,4 +1,4 @@
-// Attention on the CPU device. Runs the kernels of attention_kernels.h: a worker computes one tile at a time.
+// Attention on the CPU device. Runs the kernels of attention_kernels.h. Each worker computes one tile at a time.
 #include <hostweave_cpu.h>
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Attention by cuDNN graphs, and by this package's kernels for problems that cuDNN does not support.
+// Attention by cuDNN graphs. The kernels of this package compute the problems that cuDNN does not support.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -54,9 +54,9 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
 
 constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // packed head sizes: multiples of the first number, at least the second
 
-// True for packed problems that cuDNN was observed to compute correctly. If the head size is not a multiple of 16, the gradient
-// of the queries is wrong. Heads of size 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a
-// token's elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
+// True for packed problems that cuDNN was observed to compute correctly. The gradient of the queries is wrong unless the head
+// size is a multiple of 16. Heads of size 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless the
+// elements of a token are contiguous, because cuDNN multiplies the offsets of one head by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
@@ -64,11 +64,11 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// True if this package's kernels compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats, and
-// only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the diagonal
-// must start at the top left, or a single row must attend to all columns. In causal attention with lengths, the diagonal must
-// start in a corner. If the diagonal starts after the first column and reaches the last column before the last row, cuDNN
-// supports no window and no backward pass.
+// True if the kernels of this package compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats,
+// and only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the
+// diagonal must start at the top left, or there must be a single row that attends to all columns. In causal attention with
+// lengths, the diagonal must start in a corner. If the diagonal starts after the first column and reaches the last column before
+// the last row, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -144,7 +144,7 @@ class Engine {
 
   // Runs the plan once on zeros to load its kernels; see MatmulPlan::load_kernels.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
-    // Size of the log-sum-exps, counted in 16-bit elements.
+    // Size of the log-sum-exps, in 16-bit elements.
     int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;
     elements = std::max(elements, problem.q.batch * (problem.sequences + 1) * 2);
     std::vector<Heads> operands = problem.operands();
@@ -218,7 +218,8 @@ cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
-// Describes packed sequences to cuDNN: one batch element per sequence. The maximum length of each is the total number of rows.
+// Describes packed sequences to cuDNN, with one batch element per sequence. The maximum length of a sequence is the number of all
+// rows.
 AttentionProblem of_sequences(AttentionProblem p) {
   std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
@@ -234,16 +235,16 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// Up to two cuDNN plans for a problem. cuDNN needs a diagonal that starts in a corner of the scores. The plans omit rows that
+// Up to two cuDNN plans for a problem. cuDNN needs a diagonal that starts in a corner of the scores. So the plans omit rows that
 // attend to no column. If the last rows attend to all columns, a plan without a mask computes these rows. In a backward pass, the
 // plan without a mask may instead compute gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
   struct Part {
-    int64_t first;  // first row of the part; first column if `add_columns` made the part
+    int64_t first;  // first row of the part, or first column if `add_columns` made the part
     Engine engine;
   };
   const AttentionProblem whole;
-  const AttentionKernels* kernels = nullptr;  // this package's kernels, if used
+  const AttentionKernels* kernels = nullptr;  // kernels of this package, if used
   bool is_alone = false;                      // true if cuDNN computes nothing
   int64_t blind = 0;                          // leading rows that attend to no column
   int64_t columns = whole.k.rows;             // columns to which some row attends

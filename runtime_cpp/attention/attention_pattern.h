@@ -14,7 +14,7 @@ namespace hw {
 inline Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
 constexpr int64_t kStep = kAlignment / 2;  // kAlignment in 16-bit elements
 
-// The stride of a dim of size 1 is arbitrary, but cuDNN requires a multiple of kStep.
+// cuDNN requires a multiple of kStep even as the stride of a dim of size 1, where any stride is valid.
 inline Dims strides_of(const Heads& x) {
   const auto stride_of = [&](int64_t count, int64_t stride) { return count == 1 && stride % kStep ? x.size : stride; };
   return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};
@@ -35,7 +35,7 @@ inline Value where(Graph& graph, const Value& sees, const Value& scores) {
   return graph.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, scores, graph.number(-INFINITY), sees);
 }
 
-// Masked scores: -inf where the row does not attend to the column. cuDNN requires exactly these ops.
+// Masked scores: -inf if the row does not attend to the column. cuDNN requires exactly these ops.
 inline Value seen(Graph& graph, const Value& scores, cudnnPointwiseMode_t comparison, bool of_rows, const Added& added) {
   const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
   Value left = of_rows ? row : column;
@@ -80,14 +80,14 @@ class Pattern {
     const Value powers = exp_of(minus(scores, largest));
     const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
     const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-    // cuDNN needs this op even if the caller does not request the log-sum-exps.
+    // cuDNN needs this op even if the caller requests no log-sum-exps.
     const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
     graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
     const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
     graph_.matmul(weights, of(kV, problem_.v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
   }
 
-  // p = exp(scores - lse); gradient of the scores = p * (gradient of p - rowsum(o * gradient of o)).
+  // p = exp(scores - lse). Gradient of the scores = p * (gradient of p - rowsum(o * gradient of o)).
   void backward() {
     const Gradients& gradients = *problem_.gradients;
     const Value given = of(kOutGradient, gradients.o), k = of(kK, problem_.k, true);
@@ -136,7 +136,7 @@ class Pattern {
     }
     return found->second.value;
   }
-  // f32 tensor in memory of the plan. Packed sequences start at the same offsets as in the operand x.
+  // f32 tensor in memory of the plan. Packed sequences start at the same offsets as in operand x.
   Value own(int64_t name, const Dims& dims, const Heads& x) {
     if (!options_.is_packed) return graph_.own(CUDNN_DATA_FLOAT, dims);
     return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), places(name, x));
@@ -158,7 +158,7 @@ class Pattern {
   }
   Value biased(const Value& scores) {
     if (!options_.has_bias) return scores;
-    const Heads& x = problem_.bias;  // the strides of broadcast dims are 0
+    const Heads& x = problem_.bias;  // The strides of broadcast dims are 0.
     const Value bias = graph_.tensor(kBias, type_, {x.batch, x.heads, scores_[2], scores_[3]}, strides_of(x));
     return graph_.pointwise(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, scores, bias);
   }
@@ -176,7 +176,7 @@ class Pattern {
     const Ends ends{.m = lengths_, .k = rows_};
     if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
     const Dims dims{batch, heads, scores_[3], x.dims[3]};
-    Heads each = of_result;  // cuDNN multiplies the starts by the number of heads in the group
+    Heads each = of_result;  // cuDNN multiplies the starts by the number of heads in the group.
     each.heads = heads, each.batch_stride *= group, each.row_stride *= group;
     if (of_result.heads == 1) each.head_stride = of_result.size;
     const Value of_heads = options_.is_packed ? graph_.own(type_, dims, strides(each), extent(each), places(name, of_result))

@@ -57,8 +57,8 @@ struct Attentions::Plans {
   Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
 
   void prepare(const AttentionProblem& problem);
-  // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, also keeps the plan until
-  // the program is destroyed: graphs may use the plan's memory.
+  // Returns the plan of the last problem, for a call on this stream. If the stream is being captured, keeps the plan until the
+  // program is destroyed, because graphs may use memory of the plan.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;
@@ -66,7 +66,7 @@ struct Attentions::Plans {
   Rank& rank;
   const cudaDataType_t dtype;
   const AttentionOptions options;
-  static constexpr size_t kMostPlans = 128;  // a plan takes 1 MiB of host memory
+  static constexpr size_t kMostPlans = 128;  // A plan takes 1 MiB of host memory.
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> known{kMostPlans};
   std::shared_ptr<const Plan> current;
   mutable std::vector<std::shared_ptr<const Plan>> of_graphs;

@@ -1,4 +1,4 @@
-// Op graphs for cuDNN's backend. The backend runs one fused kernel for each graph with a known pattern.
+// Op graphs for the backend API of cuDNN. For each graph with a known pattern, cuDNN runs one fused kernel.
 #pragma once
 #include <cudnn.h>
 
@@ -81,7 +81,7 @@ class Graph {
     owned_.emplace(next_, elements * 4);
     return make(next_++, type, dims, strides, false, false, places);
   }
-  // A virtual tensor between ops. A virtual tensor is never in memory.
+  // A virtual tensor between two ops. A virtual tensor is never in memory.
   Value between(cudnnDataType_t type, const Dims& dims) { return between(type, dims, row_major(dims)); }
   Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
     return make(next_++, type, dims, strides, true, false, places);

@@ -1,6 +1,6 @@
-// Python bindings of a program. This file is compiled once, when the package is built, and linked into the module of every
-// program. The code accesses the program through the table in the program's binding.cpp. Each module has separate Python types,
-// but a module also accepts a Member of another module.
+// Python bindings of a program. This file is compiled once, when the package is built. Then it is linked into the module of every
+// program. The code accesses the program through the table in binding.cpp. Each module has separate Python types, but a module
+// also accepts a Member of another module.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -50,7 +50,7 @@ struct type_caster<hw::Shape> {
   }
 };
 
-// Converts values of NCCL and cuBLASLt, such as ids, to Python bytes, and back.
+// Converts values of NCCL and cuBLASLt, such as ids, to and from Python bytes.
 template <class T>
 struct BytesCaster {
   PYBIND11_TYPE_CASTER(T, const_name("bytes"));
@@ -78,14 +78,15 @@ namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-// Releases the GIL. Only for functions that access no Python objects except their arguments and result.
+// Releases the GIL. Use it only for functions that access no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // Deleter for objects that use devices and wait for other threads. The deleter releases the GIL, because those threads may need
-// the GIL. A forked process does not delete its parent's objects, because the forked process lacks the threads and the devices.
+// the GIL. A forked process does not delete the objects of its parent, because the forked process lacks the threads and devices
+// of its parent.
 template <class T>
 struct DeleteWithoutGil {
-  pid_t process = getpid();  // the process that made the object
+  pid_t process = getpid();  // process that made the object
 
   void operator()(T* object) const {
     if (getpid() != process) return;
@@ -111,7 +112,7 @@ std::vector<hw::Shape> prepare(hw::Instance& instance, const std::vector<hw::Sha
   return instance.prepare(inputs, stream_at(stream));
 }
 
-// Keys of the process groups whose channels do not exist yet, and this rank's index in each process group.
+// Keys of the process groups without a channel, and the index of this rank in each process group.
 std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
   for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
@@ -173,7 +174,7 @@ py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> devi
     const py::gil_scoped_acquire gil;
     delete static_cast<Lent*>(managed->context);
   };
-  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // a consumer renames the capsule
+  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // A consumer renames the capsule.
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
     managed->deleter(managed);
@@ -227,7 +228,7 @@ std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   return {state.made, state.done, state.waiting_seconds};
 }
 
-// State of the rank's streams in the first unfinished call, in the format of runtime/standstill.py.
+// State of the streams of the rank in the first unfinished call, in the format of runtime/standstill.py.
 py::dict standstill(hw::Instance& instance) {
   hw::Standstill seen;
   {
@@ -288,7 +289,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), WithoutGil());
 
-  m.def(  // a function of the module, so that errors name its program
+  m.def(  // This is a function of the module, so that errors name its program.
       "lease",
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
       py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());
@@ -331,7 +332,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
-           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after the graphs that use it
+           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after the graphs that use the communicator.
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
       .def("progress", progress, WithoutGil())
       .def("standstill", standstill)

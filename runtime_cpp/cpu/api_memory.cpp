@@ -28,12 +28,12 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // host memory may have had these addresses, so the history may contain older accesses
+  forget(*pointer, bytes);  // Freed host memory may have had these addresses, so the history may contain older accesses.
   return cudaSuccess;
 }
 
-// Waits for all work of the memory's device, and then frees the memory. For host memory, waits for the calling thread's device.
-// Does not wait for accesses by other devices.
+// Waits for all work of the device of the memory, and then frees the memory. For host memory, waits for the device of the calling
+// thread. Does not wait for accesses by other devices.
 cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
@@ -86,7 +86,7 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  // Memory that is not device memory is accepted as device memory, because a program may pass memory from malloc.
+  // Any memory is accepted for a device pointer, because a program may pass memory from malloc.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;
@@ -150,7 +150,7 @@ cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree")
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-  // A copy between device buffers does not block the host, as in CUDA. Other copies by this call do.
+  // Like CUDA, does not block the host for a copy between device buffers. Blocks for all other copies.
   return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {

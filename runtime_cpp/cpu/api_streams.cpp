@@ -62,7 +62,7 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-// Applies `answer` to the last op on a stream. If a capture forbids the call, returns an error.
+// Applies `answer` to the last op on a stream. Returns an error if a capture forbids the call.
 template <class Answer>
 cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   Call locked;
@@ -73,7 +73,7 @@ cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   return answer(locked.lock, stream->last);
 }
 
-// Applies `answer` to the last record of an event. If a capture forbids the call, returns an error.
+// Applies `answer` to the last record of an event. Returns an error if a capture forbids the call.
 template <class Answer>
 cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   Call locked;
@@ -88,12 +88,12 @@ cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   return answer(locked.lock, event->record);
 }
 
-// Returns a function that waits for an op, or does nothing for a null op. `what` names the wait in reports.
+// Returns a function that waits for an op. For a null op, the function does nothing. `what` names the wait in reports.
 auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// If the op is not done, returns cudaErrorNotReady after other threads have run, so that a loop that polls the op ends.
+// If the op is not done, lets other threads run, and then returns cudaErrorNotReady. So a loop that polls the op ends.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {
@@ -161,7 +161,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaSuccess;
 }
 
-// Ignores the priority: any order that streams and events allow may happen.
+// Ignores the priority, because CUDA guarantees no order by priority.
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   return cudaStreamCreateWithFlags(stream, flags);
 }
@@ -194,7 +194,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
   if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
-  // The wait is for the current record of the event, not for later records. Without a record there is no wait.
+  // The wait is for the current record of the event, not for later records. Without a record, there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }

@@ -146,7 +146,7 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Order of a launch: that of the capture. In seeded mode, sometimes another topological one in one queue, which CUDA allows.
+// Order of a launch: the order of the capture. In seeded mode, sometimes another topological order in one queue; CUDA allows any.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());
@@ -241,7 +241,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-// The ops of a launch have the dependencies of the captured calls, and run after the previous launch of the graph.
+// The ops of a launch have the dependencies of the captured calls. They run after the previous launch of the graph.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();

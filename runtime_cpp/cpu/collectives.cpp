@@ -41,7 +41,7 @@ const char* reduction_name(ncclRedOp_t reduction) {
   return names[reduction];
 }
 
-// Index of the argument whose name is in reports: the buffer of a send or recv, and the result of a collective.
+// Index of the argument that reports name: the buffer of a send or recv, or the result of a collective.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
 Ranges ranges_of(const Request& r) {
@@ -110,7 +110,7 @@ Part find_send_recv(const Request& r) {
 
 // --- between processes
 
-// Header of a message between ranks: describes the sender's call.
+// Header of a message between ranks. Describes the call of the sender.
 struct Header : Asked {
   char name[24], issued_as[256];
 };
@@ -133,7 +133,7 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// Executes one request across processes: sends and receives data, and then copies or reduces the data.
+// Executes one request across processes. Sends and receives data, and then copies or reduces the data.
 class Exchange {
  public:
   Exchange(const Request& request, std::string issued_as, int rank, int size)
@@ -159,7 +159,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // Match::exchange reduces the received data of all ranks
+    Match match;  // Match::exchange reduces the received data of all ranks.
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;
@@ -230,7 +230,7 @@ ncclResult_t check(const Request& r) {
   return ncclSuccess;
 }
 
-// Enqueues requests of one communicator as one op. The requests must be checked, and in the order of the calls.
+// Enqueues requests of one communicator as one op. The requests are already checked, and are in the order of the calls.
 ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   Machine& machine = Machine::get();
   const Request& first = requests.front();

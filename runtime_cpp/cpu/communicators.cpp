@@ -18,8 +18,8 @@ namespace {
 
 struct IdContent {
   char magic[16];
-  SharedFile file;       // if ranks are processes, their shared memory; otherwise file.file is -1
-  std::uint64_t number;  // if ranks are processes, a random token; otherwise unique in this process
+  SharedFile file;       // shared memory of the ranks if ranks are processes; otherwise file.file is -1
+  std::uint64_t number;  // a random token if ranks are processes; otherwise unique in this process
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
@@ -28,7 +28,7 @@ std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_ma
   return *process_groups;
 }
 
-std::set<int>& files_in_the_making() {  // files that other processes may not have opened yet; guarded by the machine's mutex
+std::set<int>& files_in_the_making() {  // files that other processes may still have to open; guarded by the machine's mutex
   static auto* const files = new std::set<int>;
   return *files;
 }
@@ -88,7 +88,7 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
-// Waits until the graphs that use the communicator are destroyed, as NCCL does.
+// Waits until all graphs that use the communicator are destroyed, as NCCL does.
 void wait_for_graphs(Lock& lock, ncclComm_t comm) {
   while (comm->in_graphs.use_count() > 1) {
     lock.unlock();

@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_place(const char* file, int line, const char* call) {
-  // Place of this thread's last call. Successive calls often have the same file and text, so this place is reused.
+  // Place of the last call of this thread. Successive calls often have the same file and text, so this place is reused.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Place place;

@@ -12,8 +12,7 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// Last error of a thread. `text` describes the last error, whose code is `text_of`. Other error codes are described by their
-// names.
+// Last error of a thread. `text` describes the error with code `text_of`. Errors with other codes are described by their names.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

@@ -95,7 +95,7 @@ void Match::exchange() {
     }
     if (!reduces() || !data_flows(to, to)) continue;
     outputs.push_back(seats[to].recv);
-    if (kind == CommKind::all_reduce && to + 1 < ranks) continue;  // reduce once, with all outputs
+    if (kind == CommKind::all_reduce && to + 1 < ranks) continue;  // Reduces once, with all outputs.
     Inputs inputs;
     for (const Seat& seat : seats) inputs.push_back(at(seat.send, sent_at(to)));
     reduce(*this, inputs, std::exchange(outputs, {}));

@@ -13,7 +13,7 @@
 #include "hostweave_cpu.h"
 #include "machine.h"
 
-// The scipy-openblas32 wheel has a prefix in its symbols, so that a process can also load other BLAS libraries.
+// The symbols of the scipy-openblas32 wheel have a prefix, so that a process can also load other BLAS libraries.
 #ifdef HOSTWEAVE_SCIPY_OPENBLAS
 #define HW_BLAS(name) scipy_##name
 #else
@@ -26,7 +26,7 @@ void HW_BLAS(cblas_sgemm)(int order, int transpose_a, int transpose_b, int m, in
                           const float* b, int ldb, float beta, float* c, int ldc);
 void HW_BLAS(cblas_dgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, double alpha, const double* a,
                           int lda, const double* b, int ldb, double beta, double* c, int ldc);
-// Weak, because other CBLAS libraries lack these functions.
+// These symbols are weak, because other CBLAS libraries lack these functions.
 void HW_BLAS(openblas_set_num_threads)(int threads) __attribute__((weak));
 int HW_BLAS(openblas_get_num_threads)(void) __attribute__((weak));
 }
@@ -50,14 +50,14 @@ void multiply(const Gemm& g, const Operand& d) {
   }
 }
 
-// Makes OpenBLAS run on one thread. All workers call OpenBLAS, but its thread pool serves only one call at a time.
+// Makes OpenBLAS use one thread. All workers call OpenBLAS, but the thread pool of OpenBLAS serves only one call at a time.
 void use_one_thread() {
   if (HW_BLAS(openblas_set_num_threads) && HW_BLAS(openblas_get_num_threads) && HW_BLAS(openblas_get_num_threads)() != 1) {
     HW_BLAS(openblas_set_num_threads)(1);
   }
 }
 
-// Each thread reuses its memory for conversions, because page faults would cost more than the conversions.
+// Each thread reuses its memory for conversions, because page faults would take longer than the conversions.
 using Scratch = std::vector<float>;
 
 float* at_least(std::size_t size, Scratch& scratch) {
@@ -147,7 +147,7 @@ void run_float(const Gemm& g) {
   }
 }
 
-// Multiplies an 8-bit operand by its scales. The products are exact in double.
+// Multiplies an 8-bit operand by its scales. The products are exact in f64.
 Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double>& memory) {
   memory.resize(std::max<std::int64_t>(scales.k * scales.outer, 1));
   std::array<double, 256> values;
@@ -167,7 +167,7 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
 }
 
-// Runs a GEMM of 8-bit operands with scales. Accumulates sums in double. Rounds a sum to f32, and then to the type of D.
+// Runs a GEMM of 8-bit operands with scales. Accumulates in f64. Rounds the sums to f32, and then to the type of D.
 void run_scaled(const Gemm& g) {
   std::vector<double> memory(g.m * g.n);
   const Operand d{CUDA_R_64F, g.m, memory.data()};
@@ -183,7 +183,7 @@ void run_scaled(const Gemm& g) {
   }
 }
 
-// Splits a large D along its longer side: at most one block per idle worker, and one for the calling thread.
+// Splits a large D along its longer side. There is at most one block per idle worker, and one block for the calling thread.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;
@@ -242,7 +242,7 @@ void hw_cpu_product(cudaDataType_t operands, const void* a, std::int64_t a_pitch
   using namespace hostweave::cpu;
   Gemm g;  // column-major: c' = b' a'
   g.transpose_a = b_transposed, g.transpose_b = a_transposed;
-  a_pitch = std::max({a_pitch, a_transposed ? m : k, std::int64_t{1}});  // a single row may have any pitch
+  a_pitch = std::max({a_pitch, a_transposed ? m : k, std::int64_t{1}});  // The pitch of a single row may have any value.
   b_pitch = std::max({b_pitch, b_transposed ? k : n, std::int64_t{1}});
   c_pitch = std::max({c_pitch, n, std::int64_t{1}});
   g.m = n, g.n = m, g.k = k, g.beta = 0;

@@ -65,7 +65,7 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
     begin = segment.end;
     ++it;
   }
-  // A write merges the segments that it covers, so that the map does not grow without bound.
+  // A write merges the segments that it covers, so that the number of segments stays bounded.
   if (write) {
     auto last = std::prev(it);
     auto first = last;

@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // a worker could not start: end the other workers before their destructors run
+  } catch (const std::system_error&) {  // A worker could not start. The other workers must end before their destructors run.
     stop_workers();
     throw;
   }
@@ -189,7 +189,7 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
     if (range.begin == 0) return "a null pointer";
     std::uintptr_t base = 0;
     const Allocation* const allocation = memory.find(range.begin, &base);
-    if (!allocation) continue;  // ordinary memory, which a program may pass as memory of any device
+    if (!allocation) continue;  // This is ordinary memory. A program may pass ordinary memory as memory of any device.
     if (range.end() > base + allocation->bytes) {
       return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
              " of an allocation of " + std::to_string(allocation->bytes);
@@ -288,11 +288,11 @@ void Machine::advance(Lock& lock, Stream& stream) {
     const bool left_in_buffer = match.kind == CommKind::send_recv && match.buffered && part.index == 0;
     if (!left_in_buffer && match.state == Match::State::open) exchange(lock, match);
   }
-  if (failed_) {  // the failure has discarded the queues, and perhaps the stream
+  if (failed_) {  // The failure has discarded the queues, and perhaps the stream.
     workers_idle_.notify_all();
     return;
   }
-  // Another rank may still be running one of the op's exchanges. The op waits for that exchange.
+  // Another rank may still execute one of the exchanges of the op. Then the op waits for that exchange.
   for (const Part& part : op->parts) {
     if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
@@ -319,7 +319,8 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // No conflict of two ranks on ordinary host memory: malloc may give the same memory to two ranks, one after the other.
+      // Accesses of two ranks to ordinary host memory are no conflict, because malloc may give the same memory first to one rank
+      // and then to the other.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -335,8 +336,9 @@ void Machine::begin(Stream& stream, Op& op) {
   take_seats(stream, op);
 }
 
-// Records a communication. Returns an earlier unordered one over another channel. The two can deadlock: NCCL may start them in
-// different orders on different ranks, and a waiting communication occupies its device.
+// Records a communication. Returns an earlier communication over another channel if the two are unordered. Unordered
+// communications can deadlock: NCCL may start them in different orders on different ranks, and a waiting communication occupies
+// its device.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];
@@ -352,14 +354,14 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   return found;
 }
 
-// Fills outputs with 0xff bytes (NaN in every float type). So a premature read does not find results of an earlier call.
+// Fills outputs with 0xff bytes, which are NaN in every float type. So a premature read does not find results of an earlier call.
 void Machine::poison(const Op& op) {
   for (const Range& range : op.ranges) {
     if (!range.write || range.scratch) continue;
     for (std::size_t row = 0; row < (range.empty() ? 0 : range.rows); ++row) {
       std::uintptr_t at = range.begin + row * range.pitch;
       const std::uintptr_t end = at + range.bytes;
-      while (at < end) {  // does not fill bytes that are also read
+      while (at < end) {  // Bytes that the op also reads stay unchanged.
         std::uintptr_t stop = end, next = end;
         for (const Range& input : op.ranges) {
           if (input.write || input.empty() || input.end() <= at || input.begin >= stop) continue;
@@ -418,11 +420,11 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // Matches that other ops keep alive must not refer to a destroyed stream.
+  // Other ops may keep a Match alive. It must not refer to a destroyed stream.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;
-    if (turn.number <= count.value) continue;  // a later signal has already arrived
+    if (turn.number <= count.value) continue;  // A later signal has already arrived.
     count.value = turn.number;
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);

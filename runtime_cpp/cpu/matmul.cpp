@@ -1,4 +1,4 @@
-// cuBLASLt: descriptors, and the matmul as an op. Descriptors and host scalars are read at the call.
+// cuBLASLt: descriptors, and the matmul as an op. The call of a matmul reads its descriptors and host scalars.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,7 +19,7 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-// For tests of tuning: each algorithm is slower than the next by this time.
+// For tests of tuning: each algorithm takes this much longer than the next.
 constexpr auto kSlowness = std::chrono::milliseconds(10);
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
@@ -81,7 +81,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
-// Reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats; null if there is none.
+// Returns the reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats, or null.
 const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, const Layout& d) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
@@ -91,7 +91,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
   if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0)
     return "of 8-bit floats with sizes that 16 does not divide";
-  // True if the runtime has kernels for so few rows (hw::kFewScaledRows).
+  // True if the runtime has kernels for this number of rows (hw::kFewScaledRows).
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 && b.type == CUDA_R_8F_E4M3;
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
     return "with block scales of rows that 4 does not divide";
@@ -240,7 +240,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t prefer
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
-  // Preferences only restrict algorithms, so they have no effect here.
+  // Preferences only restrict the choice of algorithms, so they have no effect here.
   std::uint64_t wide;
   std::uint32_t narrow;
   return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
@@ -306,7 +306,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
   add_ranges(op->ranges, d, ld, true);
   if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(ld.type)));
-  // cuBLASLt may use the whole workspace, so concurrent matmuls must not share a workspace.
+  // cuBLASLt may use the whole workspace. So concurrent matmuls must not share a workspace.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
   const int chosen = algorithm ? static_cast<int>(algorithm->data[0] % kMostAlgorithms) : 0;
   op->work = [g, la, lb, lc, ld, chosen] {

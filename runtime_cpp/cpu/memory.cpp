@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kPattern = std::size_t{2} << 20;
 constexpr std::size_t kAlignment = 256;  // alignment of cudaMalloc
 
-// AddressSanitizer detects overruns of heap blocks only.
+// AddressSanitizer detects overruns only of heap blocks.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr std::size_t kMapFrom = SIZE_MAX;
 #else
@@ -32,7 +32,7 @@ int pattern_file() {  // in-memory file with 2 MiB of 0xff
   return file;
 }
 
-// Maps the pattern repeatedly, copy-on-write. A page uses memory only after a write to it.
+// Maps the pattern repeatedly, copy-on-write. A page uses memory only after it is written.
 bool map_pattern(void* base, std::size_t bytes) {
   const int file = pattern_file();
   if (file < 0) return false;
@@ -49,7 +49,7 @@ void* map_memory(std::size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   if (!map_pattern(base, bytes)) {
-    // The process has too many mappings. So use one mapping for the whole range, and fill it.
+    // The process has too many mappings. Use one mapping for the whole range, and fill the range.
     if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
       munmap(base, bytes);
       return nullptr;

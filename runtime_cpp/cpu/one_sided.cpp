@@ -25,7 +25,8 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers are less than this
-// Counters of a signal number: plain signals, acknowledged ones (each awaits the previous consumption), acknowledgements.
+// There are three ranges of counters: plain signals, acknowledged signals, and acknowledgements. An acknowledged signal waits
+// until the previous signal was consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -151,7 +152,8 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For processes: shares and maps the memory of ranks. Returns null on failure, and sets `why` unless the machine has failed.
+// For processes: shares the memory of this rank, and maps the memory of all ranks. Returns null on failure. Sets `why` unless the
+// machine has failed.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();
@@ -178,7 +180,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     lock.lock();
     return !machine.failed();
   };
-  wait_for_ops(lock, comm);  // earlier ops use the same shared memory
+  wait_for_ops(lock, comm);  // Earlier ops use the same shared memory.
   if (!exchange()) return nullptr;
   auto windows = std::make_shared<Windows>();
   windows->bytes = bytes;
@@ -194,12 +196,12 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
-  if (!exchange()) return nullptr;  // barrier: no rank frees memory that another rank still has to map
+  if (!exchange()) return nullptr;  // The barrier prevents that a rank frees memory that another rank still has to map.
   windows->arrived = size;
   return windows;
 }
 
-// True if these bytes are in a window of this rank for its process group.
+// True if these bytes are in a window that this rank registered with the process group.
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
   return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {

@@ -26,7 +26,7 @@ Picker::Kind choose(int kind, std::uint64_t seed) {
 }  // namespace
 
 Picker::Picker(std::uint64_t seed, int kind) : random_(mix(seed)), mixed_(mix(~seed)), kind_(choose(kind, seed)) {
-  // The best rate of priority changes depends on the unknown number of steps. Each seed uses one of four rates.
+  // The best rate of priority changes depends on the number of steps, which is unknown. Each seed uses one of four rates.
   constexpr std::array<std::uint64_t, 4> rates = {0, 256, 64, 16};
   change_every_ = rates[draw(rates.size())];
 }
@@ -51,7 +51,7 @@ std::size_t Picker::pick(const std::vector<Candidate>& candidates) {
   } else {
     std::vector<std::size_t> hosts;
     for (std::size_t i = 0; i < candidates.size(); ++i) {
-      // Excludes demoted hosts, because they poll for the work of other candidates.
+      // Demoted hosts are excluded, because they poll for the work of other candidates.
       if (candidates[i].host && (*candidates[i].priority == 0 || *candidates[i].priority >= (1ull << 32))) hosts.push_back(i);
     }
     const bool any_stream = std::ranges::any_of(candidates, &Candidate::stream);

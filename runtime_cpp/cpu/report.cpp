@@ -16,7 +16,7 @@ std::string place_text(const Place& place) {
   return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line) + ")";
 }
 
-// Argument n, counted from 0, in a call's source text: argument 1 of "f(a, g(b, c), d)" is "g(b, c)".
+// Argument n of a call in source text, counted from 0. Argument 1 of "f(a, g(b, c), d)" is "g(b, c)".
 std::string argument(const char* call, int n) {
   if (!call || n < 0) return "";
   const char* at = std::strchr(call, '(');

@@ -22,7 +22,7 @@ constexpr std::size_t kRingBytes = std::size_t{256} << 10;
 constexpr std::size_t kLine = 64;         // cache line size
 constexpr timespec kLook{0, 50'000'000};  // interval between checks for a failure
 
-// Futex, because std::atomic::wait does not work across processes.
+// Uses futex calls, because std::atomic::wait does not work across processes.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &kLook, nullptr, 0);
 }
@@ -176,7 +176,7 @@ bool SharedGroup::advance(std::atomic<std::uint64_t>& count, std::uint64_t end, 
     const auto then = std::move(piece.then);
     pieces.pop_front();
     if (then) then();
-    if (Machine::get().failed()) return false;  // the data may be inconsistent
+    if (Machine::get().failed()) return false;  // The data may be inconsistent.
   }
   if (now == begun) return false;
   count.store(now, std::memory_order_release);

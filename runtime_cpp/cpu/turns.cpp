@@ -1,5 +1,6 @@
-// Seeded mode: one step at a time. Only the thread that has the turn runs. While this thread waits, the picker repeatedly chooses
-// a runnable thread or stream. The waiting thread executes the step of a chosen stream, and passes the turn to a chosen thread.
+// Seeded mode: one step at a time. Only the thread that has the turn runs. When this thread waits, the picker chooses a runnable
+// thread or stream. For a stream, the waiting thread executes one step of the stream, and the picker chooses again. For a thread,
+// the waiting thread passes the turn to that thread.
 #include <algorithm>
 #include <chrono>
 
@@ -33,7 +34,7 @@ std::chrono::steady_clock::time_point Machine::deadline() const {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
 }
 
-// Waits for the turn. The thread that has the turn may be blocked outside the device, so the wait has a timeout.
+// Waits for the turn. The wait has a timeout, because the thread with the turn may be blocked outside the device.
 void Machine::await_turn(Lock& lock, HostThread& me) {
   auto end = deadline();
   std::uint64_t seen = picker->steps();
@@ -53,7 +54,7 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
-  if (me.attached && turn_ != &me) {  // a thread that has just attached does not hold the turn
+  if (me.attached && turn_ != &me) {  // A thread that has just attached does not have the turn.
     await_turn(lock, me);
     return !failed_;
   }
@@ -65,7 +66,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
         fail(deadlock_report());
         return false;
       }
-      // No thread or stream can run now, but another thread that is not attached may end this wait.
+      // No thread or stream can run now. Another thread that is not attached may end this wait.
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);
@@ -161,7 +162,7 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  if (round_started_) turn_ = &me;  // for the last thread to attach, the next line asks the picker for the first turn
+  if (round_started_) turn_ = &me;  // If this is the last thread to attach, the next line asks the picker for the first turn.
   wait(lock, "its first turn", [] { return true; });
 }
 

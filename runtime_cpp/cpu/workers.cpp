@@ -73,7 +73,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   std::uint64_t seen = progress_;
   while (!failed_ && !me.ready()) {
     if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
-    // There is no deadlock while work is running or some rank makes progress.
+    // There is no deadlock if work is running or some rank has made progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
       fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
     }
@@ -84,7 +84,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   return !failed_;
 }
 
-// Reports a deadlock if every rank thread has attached, all threads that are still attached wait, and nothing is running.
+// Reports a deadlock if every rank thread has attached, all attached threads wait, and no work is running.
 void Machine::find_deadlock() {
   if (failed_ || !round_started_ || attached_.empty() || running_ != 0 || !ready_.empty()) return;
   for (const HostThread* thread : attached_) {

@@ -29,7 +29,7 @@ _CODES = {
 }  # fmt: skip
 
 if TARGET == "cuda":
-    import torch  # also loads the CUDA libraries that the program is linked with
+    import torch  # torch also loads the CUDA libraries that the program is linked with
 else:
     import ml_dtypes
 
@@ -41,7 +41,7 @@ class Parameter:
     name: str
     type: str  # with the sharding, such as bf16[M@x, K]
     dtype: str  # name in NumPy and PyTorch
-    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # per rank, per dim: (pieces, pieces of the rank)
+    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # per rank and dim: (number of pieces, pieces of the rank)
     memory: str  # the donated input whose memory an output overwrites, or ""
     at: int  # position in the struct of the C API
 
@@ -93,7 +93,7 @@ _library.hw_last_error.restype = ctypes.c_char_p
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """Calls a function of the C API. Raises ValueError for wrong arrays, and RuntimeError for other failures."""
+    """Calls a function of the C API. Raises ValueError if an array is wrong, and RuntimeError for other failures."""
     if status := getattr(_library, function)(*arguments):
         text = f"{NAME}: {_library.hw_last_error().decode()}"
         raise ValueError(text) if status == 1 else RuntimeError(text)
@@ -120,10 +120,10 @@ def new_id() -> bytes:
 
 
 class World:
-    """One of the RANKS ranks. Creating a World or a Program is collective: every rank does it."""
+    """One of the RANKS ranks. Creating a World or a Program is collective: every rank takes part."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
-        """Joins the world with this id. `device` is a GPU of this host, by default number `rank`. A simulated rank ignores `device`."""
+        """Joins the world with this id. `device` is a GPU of this host; the default is number `rank`. A simulated rank ignores `device`."""
         _decide("processes", "hw_use_processes")
         self._join(id, rank, 0 if TARGET == "cpu" else rank if device is None else device)
 
@@ -133,7 +133,7 @@ class World:
         _call("hw_world_create", id, ctypes.c_int(device), ctypes.c_int(rank), ctypes.c_int(RANKS), ctypes.byref(self._handle))
 
     def close(self) -> None:
-        """Leaves the world. Close its program first."""
+        """Leaves the world. Close the program first."""
         if self._handle:
             _call("hw_world_destroy", self._handle)
             self._handle = ctypes.c_void_p()
@@ -182,7 +182,7 @@ class Program:
         return results[0] if len(results) == 1 else tuple(results)
 
     def close(self) -> None:
-        """Waits for the enqueued calls, and frees the program's memory."""
+        """Waits for the enqueued calls, and frees the memory of the program."""
         if self._handle:
             _call("hw_wheel_synchronize")
             _call(f"{NAME}_destroy", self._handle)
@@ -193,7 +193,7 @@ class Program:
         return list(shape.dims[: shape.ndim])
 
     def _tensors(self, parameters: Sequence[Parameter], arrays: Sequence[Any], global_shapes: Mapping[str, Sequence[int]]) -> Any:
-        """Returns the C API's struct of inputs or outputs, as an array of hw_tensor."""
+        """Returns the struct of inputs or outputs of the C API, as an array of hw_tensor."""
         if len(arrays) != len(parameters):
             wanted = ", ".join(each.name for each in parameters)
             raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(parameters)}: {wanted}")

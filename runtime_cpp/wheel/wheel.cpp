@@ -1,4 +1,4 @@
-// The part of a wheel's library that is not in the C API of programs.
+// The part of the library in a wheel that is not in the C API of programs.
 #include <cuda_runtime_api.h>
 
 #include "hostweave/c_api.h"

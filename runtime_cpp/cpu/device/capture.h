@@ -17,7 +17,7 @@ struct Node {
   std::size_t lane;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Place place;
-  // Predecessors: the previous node of the same lane, and nodes of other lanes that the lane waits for.
+  // Predecessors: the previous node of the same lane, and the nodes of other lanes that the lane waits for.
   std::vector<std::size_t> after;
   std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done
 };
@@ -37,16 +37,17 @@ struct Capture {
 // Adds a node to the capture of a stream. Returns nullopt if the stream is not being captured.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 
-// Increments `word` when the op is done, or now if the op is done already.
+// Increments `word` when the op is done, or at once if the op is already done.
 void mark_op(Op& op, std::uint64_t* word);
 
-// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. These nodes define dependencies.
+// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. These nodes define dependencies between lanes.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);
 std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external);
 
-// Returns an error and invalidates the capture if the calling thread's capture mode forbids this call.
+// Returns an error and invalidates the capture if the capture mode of the calling thread forbids this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// Returns an error and invalidates the capture if this stream is captured. Calls that query or await a stream use this function.
+// Returns an error and invalidates the capture if this stream is captured. Calls that query a stream, or wait for a stream, use
+// this function.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu

@@ -30,19 +30,19 @@ struct Asked {
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders only these pairs of ranks.
+  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders no other pairs of ranks.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;
     if (kind == CommKind::reduce) return to == root;
     return true;
   }
-  // Byte offsets: of the data for seat `to` in the send buffer, and of the data from seat `from` in the receive buffer.
+  // Byte offsets of the data for seat `to` in the send buffer, and of the data from seat `from` in the receive buffer.
   std::size_t sent_at(int to) const { return kind == CommKind::reduce_scatter ? to * bytes() : 0; }
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
 
-// A collective, or a send with its recv: the ops of several ranks that belong together. Each rank's op has one seat.
+// A collective, or a send with its recv. Combines the ops of several ranks; the op of each rank has one seat.
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
@@ -74,7 +74,7 @@ struct Match : Asked {
   bool is_shared() const {
     return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
-  void exchange();  // moves the data; meanwhile no other op accesses the buffers of the seats
+  void exchange();  // Moves the data. Meanwhile, no other op accesses the buffers of the seats.
 };
 
 // Memory that all ranks of a process group registered in one collective call.
@@ -90,7 +90,7 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // True if all ranks have issued the same operations. The process group then remains usable after a failure elsewhere.
+  // True if all ranks have issued the same operations. Then the process group remains usable after a failure elsewhere.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
@@ -103,8 +103,8 @@ struct ProcessGroup {
   std::shared_ptr<SharedGroup> shared;  // null unless ranks are processes
   std::vector<int> devices;             // by rank; -1 until the rank has joined
   int arrived = 0;
-  bool stopped = false;  // true after a failure, if ranks may have issued different operations before the failure
-  // The n-th collectives of all ranks match. The n-th send to a rank matches the rank's n-th recv from the sender.
+  bool stopped = false;  // true after a failure if ranks may have issued different operations before
+  // The n-th collectives of all ranks match. The n-th send to a rank matches the n-th recv of that rank from the sender.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
     std::deque<std::shared_ptr<Match>> sends, recvs;  // not matched yet
@@ -117,11 +117,12 @@ struct ProcessGroup {
 };
 
 // Functions for the creation of communicators, and for groups of calls.
-ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // error if invalid, or stopped by a failure
-void wait_for_ops(Lock& lock, ncclComm_t comm);                       // waits for the ops that this rank has issued
+// Returns an error if the communicator is invalid, or stopped by a failure.
+ncclResult_t check_usable(const std::string& call, ncclComm_t comm);
+void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the ops that this rank has issued.
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
-ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // waits until all ranks have joined
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // Waits until all ranks have joined.
 // Returns the work of an op that waits for other processes.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
@@ -132,6 +133,6 @@ struct ncclComm {
   int rank = 0;
   int device = 0;
   hostweave::cpu::OpPtr last;                                  // last op of this rank
-  std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // graph nodes that use the communicator hold copies: the use count
-                                                               // tells whether there are such nodes
+  std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // graph nodes that use the communicator hold copies, so the
+                                                               // use count tells if there are such nodes
 };

@@ -24,7 +24,7 @@ cudaError_t cuda_not_supported(const std::string& what);
 ncclResult_t nccl_not_supported(const std::string& what);
 cublasStatus_t blas_not_supported(const std::string& what);
 
-// Errors for calls that follow a failure. A failure stops all ranks. The report of the failure is the text of these errors.
+// Errors for calls after a failure. A failure stops all ranks. The text of these errors is the report of the failure.
 cudaError_t cuda_stopped();
 ncclResult_t nccl_stopped();
 cublasStatus_t blas_stopped();

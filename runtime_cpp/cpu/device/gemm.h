@@ -26,7 +26,7 @@ struct Scales {
   std::int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
   std::int64_t outer = 0, k = 0;  // sizes of the operand: along k, and along the other dim
 
-  static constexpr std::int64_t kBlock = 128, kStep = 4;  // BLK128x128 pads rows of scales to multiples of kStep
+  static constexpr std::int64_t kBlock = 128, kStep = 4;  // BLK128x128 pads rows of scales to a multiple of kStep.
   std::int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
   std::int64_t pitch() const { return (blocks() + kStep - 1) / kStep * kStep; }
   std::int64_t count() const {

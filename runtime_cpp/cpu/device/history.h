@@ -1,4 +1,4 @@
-// History of memory accesses, for race detection: the last write of each byte range, and the reads since.
+// History of memory accesses, for race detection: the last write of each byte range, and the reads since that write.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -23,8 +23,7 @@ class History {
     Range range;
   };
 
-  // Records the accesses of an op that starts with `clock`. Returns the first conflicting access that does not happen before the
-  // op.
+  // Records the accesses of an op that starts with `clock`. Returns the first conflicting access without a happens-before order.
   std::optional<Conflict> note(const Ranges& ranges, const Access& access, const Clock& clock);
   void forget(std::uintptr_t begin, std::uintptr_t end);
   void clear() { segments_.clear(); }

@@ -1,9 +1,10 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, the machine checks the op's
-// accesses for races if check_dependencies is on, and adds the op to its collectives. In seeded mode, the machine also fills the
-// op's outputs with 0xff bytes. When an op ends, the streams that wait for the op wake. In parallel mode (workers.cpp), a thread
-// pool runs ready ops. In seeded mode (turns.cpp), a seed chooses one step at a time among streams and host threads.
+// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, the machine adds the op to its
+// collectives. If check_dependencies is on, the machine also checks the accesses of the op for races. In seeded mode, the machine
+// also fills the outputs of the op with 0xff bytes. When an op ends, the machine wakes the streams that wait for the op. In
+// parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a seed chooses one step at a time among
+// streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -61,7 +62,7 @@ struct Allocation {
 
 class Memory {
  public:
-  // Allocates memory filled with 0xff bytes, which is NaN in every float type. With `shared`, other processes can map the
+  // Allocates memory filled with 0xff bytes, which are NaN in every float type. With `shared`, other processes can map the
   // memory. Returns null if memory is exhausted.
   void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
@@ -99,7 +100,8 @@ class Machine {
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
-  void learn_retired(int device);        // merges the clocks of the device's destroyed streams into the calling host's clock
+  // Merges the clocks of destroyed streams of the device into the clock of the calling host thread.
+  void learn_retired(int device);
   void enqueue(Lock& lock, OpPtr op, Stream& stream);
 
   // --- host threads
@@ -112,18 +114,17 @@ class Machine {
   void scheduling_point(Lock& lock);
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
-  void progress();                                     // wakes host threads to check their conditions
-  void learn(int device, const ClockSnapshot& clock);  // merges a clock into the clock of the device's host thread
+  void progress();                                     // Wakes host threads, so that they check their conditions.
+  void learn(int device, const ClockSnapshot& clock);  // Merges a clock into the clock of the device's host thread.
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
-  // --- work
-  // Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces. Ops call
-  // `split` while they compute.
+  // --- work Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces.
+  // Only running ops call `split`.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
-  // RAII: marks this worker as blocked on another process. Another worker then replaces the blocked worker.
+  // RAII: marks this worker as blocked on another process. Another worker replaces the blocked worker.
   struct Blocked {
     Blocked();
     ~Blocked();
@@ -148,8 +149,8 @@ class Machine {
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
-  // Reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation, or another
-  // device owns the memory. nullopt if the op may access the bytes.
+  // Returns the reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation,
+  // or another device owns the memory. Returns nullopt if the op may access the bytes.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 
@@ -164,7 +165,7 @@ class Machine {
   struct HostSide {
     std::size_t lane;
     ClockSnapshot clock;
-    Clock retired;  // clock of destroyed streams: a device synchronisation also waits for their work
+    Clock retired;  // clock of destroyed streams; synchronisation of the device also waits for their work
   };
   struct Split {
     const RunPiece& run;
@@ -178,7 +179,7 @@ class Machine {
   Stream& new_stream(int device, int number);
 
   // machine.cpp
-  void evaluate(Stream& stream);  // adds the stream to the ready list if the first op of its queue can begin or end
+  void evaluate(Stream& stream);  // Adds the stream to the ready list if the first op of its queue can begin or end.
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
@@ -201,14 +202,15 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  std::chrono::steady_clock::time_point deadline() const;  // when a deadlock is reported, unless there is progress
+  // time at which a deadlock is reported if there is no progress until then
+  std::chrono::steady_clock::time_point deadline() const;
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
   std::vector<Candidate> choices(HostThread* me);
 
   bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
-  std::atomic<bool> failed_ = false;  // read without the lock by waits for other processes
+  std::atomic<bool> failed_ = false;  // waits for other processes read this flag without the lock
   std::string report_;
   std::uint64_t ops_done_ = 0, progress_ = 0;
 

@@ -18,7 +18,7 @@ namespace hostweave::cpu {
 struct Match;
 struct Capture;
 
-// --- vector clocks: happens-before of points on streams and host threads
+// --- vector clocks: order of points on streams and host threads
 
 // One counter per lane. A lane is a stream, or the host thread of a device. A missing counter is zero.
 class Clock {
@@ -67,19 +67,19 @@ inline Range write_of(const void* pointer, std::size_t bytes, std::size_t rows =
 
 // --- ops
 
-struct Place {  // source position of a call; strings are interned, so that reports can outlive the program
+struct Place {  // position of a call in the source; strings are interned, so that reports can outlive the program
   const char* file = nullptr;
   int line = 0;
   const char* call = nullptr;
 };
 
-// Description of an op for reports. The struct is small, because the access history stores one OpName per range.
+// Name of an op for reports. The struct is small, because the access history stores one OpName per range.
 struct OpName {
   int device = 0;
   int stream = 0;
   const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
-  int subject = -1;                // index of the argument whose name is in reports; -1: none
+  int subject = -1;                // index of the argument that reports name; -1: none
   Place place;
 
   std::string text() const;  // such as "rank 0 stream 1: all_reduce h over x (program.cpp:41)"
@@ -104,7 +104,7 @@ struct SignalCount {
 
   bool settled() const { return given == awaited && given == value; }
 };
-struct SignalTurn {  // n-th signal of a SignalCount
+struct SignalTurn {  // the n-th signal of a SignalCount
   std::shared_ptr<SignalCount> count;
   std::uint64_t number;
 };

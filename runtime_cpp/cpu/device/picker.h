@@ -24,7 +24,7 @@ class Picker {
 
   Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
   std::size_t pick(const std::vector<Candidate>& candidates);
-  // Gives a candidate the lowest priority: at a priority change, or because the candidate polls and others must run.
+  // Gives a candidate the lowest priority. Used for priority changes, and for a candidate that polls, so that others run.
   void demote(std::uint64_t& priority) { priority = --lowest_; }
   // A random setting, determined by the seed.
   bool coin(int which) const { return (mixed_ >> which) & 1; }

@@ -28,7 +28,7 @@ using Mapping = std::unique_ptr<char[], Unmap>;
 
 Mapping map(int file, std::size_t bytes);  // null on failure
 int new_shared_file(std::size_t bytes);    // -1 on failure
-// Maps a file of another process of this host. Null if that process has ended or is inaccessible.
+// Maps a file of another process of this host. Returns null if that process has ended or is inaccessible.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
 // Bytes to send to a peer, or to receive from a peer. A message consists of consecutive pieces.
@@ -61,9 +61,9 @@ class SharedGroup {
   static constexpr int kRanks = 64, kSignals = 64;  // maximum
   static constexpr int kCounts = 3 * kSignals;      // counters per pair of ranks
 
-  // Creates the file of a new communicator; -1 on failure.
+  // Creates the file of a new communicator. Returns -1 on failure.
   static int make(std::uint64_t token);
-  // Returns null and sets `problem` if the file is inaccessible or the number of ranks differs.
+  // Returns null and sets `problem` if the file is inaccessible or has another number of ranks.
   static std::unique_ptr<SharedGroup> join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
                                            std::string& problem);
 
@@ -89,12 +89,12 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Copies pieces by copy(ring position, data, bytes), until `count` is `end`. Adds the copied bytes to `count`.
-  // Returns true if it copied any bytes.
+  // Copies pieces by copy(ring position, data, bytes) until `count` equals `end`. Adds the copied bytes to `count`. Returns true
+  // if any bytes were copied.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);
-  // Waits until done() is true. Calls `done` after each progress of another rank, and periodically.
+  // Waits until done() is true. Calls `done` periodically, and whenever another rank has made progress.
   bool wait(const std::function<bool()>& done);
 
   Mapping mapping_;

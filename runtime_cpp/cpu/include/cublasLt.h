@@ -1,5 +1,5 @@
-// The part of cuBLASLt's API that Hostweave's programs use, as implemented by the CPU device: names, values,
-// signatures and struct sizes are cuBLASLt's own.
+// The part of the cuBLASLt API that Hostweave's programs use. The CPU device implements this API. Names, values, signatures and
+// sizes of structs are those of cuBLASLt.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

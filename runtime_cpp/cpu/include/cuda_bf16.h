@@ -1,4 +1,4 @@
-// __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's own header.
+// __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header.
 #pragma once
 #include <bit>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// __half with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's own header.
+// __half with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -12,7 +12,7 @@ struct __half {
   __half(int value) : __x(round(static_cast<float>(value))) {}
   operator float() const { return widen(__x); }
 
-  // Branch-free conversions that use the FPU for rounding and normalisation, so that loops vectorise.
+  // Conversions without branches, so that loops vectorise. The FPU rounds and normalises.
   static unsigned short round(float value) {
     const std::uint32_t bits = bits_of(value), doubled = bits + bits;
     const float magnitude = float_of(bits & 0x7fffffffu);

@@ -1,12 +1,12 @@
-// The two 8-bit floats of CUDA's cuda_fp8.h. Conversion rounds to nearest even and saturates (__NV_SATFINITE); NaN stays NaN.
-// Uses builtins, because every program includes this header and <cmath> compiles slowly.
+// The two 8-bit floats of CUDA's cuda_fp8.h. Conversion rounds to nearest even and saturates (__NV_SATFINITE). NaN stays NaN. The
+// code uses builtins instead of <cmath>, because every program includes this header and <cmath> compiles slowly.
 #pragma once
 
 typedef unsigned char __nv_fp8_storage_t;
 
 namespace hostweave_cpu_fp8 {
 
-// kHasInfinity: the highest exponent encodes only infinity and NaN.
+// kHasInfinity: numbers with the highest exponent are infinity or NaN.
 template <int kMantissa, int kBias, bool kHasInfinity>
 struct Float {
   __nv_fp8_storage_t __x;

@@ -1,5 +1,5 @@
-// The part of the CUDA runtime API that Hostweave's programs use, as implemented by the CPU device. Names, values and signatures
-// are CUDA's own. So an object compiled against the real headers also links with the CPU device.
+// The part of the CUDA runtime API that Hostweave's programs use. The CPU device implements this API. Names, values and
+// signatures are those of CUDA. So an object that was compiled with CUDA's headers also links with the CPU device.
 #pragma once
 #include <stddef.h>
 
@@ -51,7 +51,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-// Returns only status and id of a capture, not its graph.
+// Returns only the status and id of a capture, not its graph.
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id = 0,
                                      cudaGraph_t* graph = 0, const cudaGraphNode_t** dependencies = 0,
                                      const cudaGraphEdgeData** edgeData = 0, size_t* numDependencies = 0);
@@ -62,7 +62,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
-// A program with these functions compiles, but every call fails with "not supported by the CPU device".
+// Programs with these functions compile, but every call fails with "not supported by the CPU device".
 typedef void (*cudaHostFn_t)(void* userData);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* userData);
 

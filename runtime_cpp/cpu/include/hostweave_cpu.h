@@ -1,6 +1,6 @@
-// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that the device implements. Unless `processes` is set, a
-// rank is a host thread with a separate device (cudaSetDevice(rank)); in reports "rank 2" is device 2. Functions that return
-// int, except hw_cpu_failed, return 0 on success; otherwise hw_cpu_last_report() has the error.
+// Controls of the CPU device. The other headers declare the CUDA, NCCL and cuBLASLt calls that the device implements. Unless
+// `processes` is set, a rank is a host thread with a separate device (cudaSetDevice(rank)); "rank 2" in a report is device 2.
+// Functions that return int return 0 on success, except hw_cpu_failed. After a failure, hw_cpu_last_report() has the error.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -38,22 +38,23 @@ typedef struct hw_cpu_config {
   double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
 } hw_cpu_config;
 
-// Resets the device to this configuration: clears failures, schedules, counters and histories. Streams, events,
-// communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
+// Resets the device to this configuration: clears failures, schedules, counters and histories. Streams, events, communicators and
+// memory stay valid. Fails while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
 
-// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode attach returns
-// when all `ranks` threads have attached and this thread has its turn. From then on the thread runs only in its turn. The
-// thread must not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use hw_cpu_barrier
-// or hw_cpu_pause. In parallel mode, a deadlock of attached threads is reported at once; other deadlocks are reported after the
-// timeout. Threads may use the device without attaching (in seeded mode only while no thread is attached).
+// A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode, hw_cpu_attach
+// returns when all `ranks` threads have attached and this thread has its turn. Afterwards, the thread runs only in its turn. The
+// thread must not wait for another rank by means that the device cannot see, such as a mutex, std::barrier or join. Use
+// hw_cpu_barrier or hw_cpu_pause instead. In parallel mode, a deadlock of attached threads is reported at once; other deadlocks
+// are reported after the timeout. A thread may use the device without attaching; in seeded mode, only while no thread is
+// attached.
 int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
 int hw_cpu_barrier(int participants);
-// Lets other threads and streams run. Call hw_cpu_pause in loops that poll a condition unknown to the device.
+// Lets other threads and streams run. Call hw_cpu_pause in a loop that polls a condition unknown to the device.
 int hw_cpu_pause(void);
-// Reports a failure outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
+// Reports a failure outside the device. Then every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
 
 // Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc",
@@ -65,10 +66,10 @@ void hw_cpu_fail_call(const char* call, int nth);
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
-// Report of the failure that stopped all ranks. If there was no such failure, this thread's last error, or "". Valid until this
-// thread calls the function again.
+// Report of the failure that stopped all ranks. If there was no such failure, the last error of this thread, or "". The string is
+// valid until this thread calls the function again.
 const char* hw_cpu_last_report(void);
-// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
+// Returns 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
 
 typedef struct hw_cpu_counters {
@@ -85,7 +86,7 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// For tests of tuning: hw_cpu_set_algorithms makes the heuristic return `count` algorithms. All algorithms compute the same
+// For tests of tuning. After hw_cpu_set_algorithms, the heuristic returns `count` algorithms. All algorithms compute the same
 // result; later algorithms are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the last
 // hw_cpu_set_algorithms.
 void hw_cpu_set_algorithms(int count);
@@ -101,14 +102,14 @@ typedef struct hw_cpu_range {
   int write;
 } hw_cpu_range;
 
-// Enqueues a kernel: `run` is called once with a copy of the closure and executes the whole grid. `name` and the ranges are
-// copied. Seeded mode fills write-only ranges with 0xff bytes when the kernel begins. `subject` is the index of the argument
-// whose name is in reports.
+// Enqueues a kernel. The device calls `run` once, with a copy of the closure; `run` executes the whole grid. `name` and the
+// ranges are copied. In seeded mode, the device fills write-only ranges with 0xff bytes when the kernel begins. `subject` is the
+// index of the argument that reports name.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Increments `word` when the last op so far on the stream is done. If this op is captured, each launch of the graph increments
-// `word`.
+// Increments `word` when the last op on the stream at the time of the call is done. If this op is captured, each launch of the
+// graph increments `word`.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
 // Binary signals of the `peer` transport. hw_cpu_set_signal waits until the peer has consumed the previous signal.

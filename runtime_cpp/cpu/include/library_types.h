@@ -1,4 +1,4 @@
-// The part of CUDA's library_types.h that Hostweave's programs use, with the real values.
+// The part of CUDA's library_types.h that Hostweave's programs use, with the values of CUDA.
 #pragma once
 
 typedef enum cudaDataType_t {

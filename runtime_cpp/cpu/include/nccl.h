@@ -1,5 +1,5 @@
-// The part of NCCL's API that Hostweave's programs use, as implemented by the CPU device: names, values, signatures
-// and struct layouts are NCCL's own.
+// The part of the NCCL API that Hostweave's programs use. The CPU device implements this API. Names, values, signatures and
+// layouts of structs are those of NCCL.
 #pragma once
 #include <stdint.h>
 

@@ -24,7 +24,7 @@ struct Devices {
   std::queue<std::function<void()>> releases;  // run when no lease exists
   bool has_reaper = false;
 };
-Devices& devices = *new Devices;  // leaked: its reaper thread outlives main
+Devices& devices = *new Devices;  // The object is never destroyed, because its reaper thread outlives main.
 
 const std::string kReaper = "what is freed";
 thread_local bool is_freeing = false;  // this thread runs a release
@@ -37,14 +37,14 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     target::configure({}, 1);
   } catch (const std::exception&) {
-    // The error is ignored, because `release` may succeed nevertheless.
+    // The error is ignored, because `release` may still succeed.
   }
   lock.unlock();
   is_freeing = true;
   try {
     release();
   } catch (const std::exception&) {
-    // Nothing can be done about a failed release, and other parties wait for the devices.
+    // The error is ignored, because other parties wait for the devices.
   }
   is_freeing = false;
   lock.lock();
@@ -99,7 +99,7 @@ void DeviceLease::free(std::function<void()> release) {
   devices.releases.push(std::move(release));
   try {
     if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
-  } catch (const std::system_error&) {  // too little memory for a thread: the next `free` tries again
+  } catch (const std::system_error&) {  // There is too little memory for a thread. The next `free` tries again.
     devices.has_reaper = false;
   }
   devices.free.notify_all();

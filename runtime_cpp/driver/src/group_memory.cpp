@@ -11,7 +11,7 @@
 namespace hw {
 namespace {
 
-// Key of the channel of all ranks of a group, independent of meshes.
+// Key of the channel of all ranks of a group. The key does not depend on meshes.
 constexpr char kGroup[] = "group", kRank[] = "rank";
 
 }  // namespace
@@ -48,7 +48,7 @@ GroupMemory::~GroupMemory() {
     HW_CHECK(cudaDeviceSynchronize());
     release_window(data_, {registered_});
   } catch (const std::exception&) {
-    // Nothing can be done if the group has failed, or if the device cannot free the memory.
+    // A destructor must not throw. The memory stays allocated if the group or the device has failed.
   }
 }
 

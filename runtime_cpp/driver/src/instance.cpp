@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // maximum number of argument sets that an Instance remembers, with or without a graph
 
-// A stream for one capture, in the mode in which calls of other threads do not affect the capture.
+// A stream for one capture. Calls of other threads do not affect the capture.
 class CapturedStream {
  public:
   CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
@@ -68,7 +68,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // because of this delegation, the destructor runs even if the body throws
+Pulse::Pulse() : Pulse(nullptr) {  // Because of this delegation, the destructor runs even if the body throws.
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
@@ -83,7 +83,7 @@ Pulse::~Pulse() {
   if (stream_) cudaStreamDestroy(stream_);
 }
 
-// Sets `*begun_` by a copy on a forked stream, so that the graph's work does not wait for the copy.
+// Sets `*begun_` by a copy on a forked stream, so that the work of the graph does not wait for the copy.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
@@ -128,7 +128,8 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
-  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // allocates memory, which is impossible in a capture
+  // This call allocates memory, which is impossible in a capture.
+  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
@@ -145,7 +146,7 @@ Instance::~Instance() {
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
-    // Nothing can be done if the device cannot free the memory.
+    // A destructor must not throw, so the memory stays allocated.
   }
 }
 
@@ -163,7 +164,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Drops graphs that use earlier memory, on all ranks at the same call, because memory grows on all ranks together.
+  // Drops graphs that use earlier memory. Memory grows on all ranks together, so all ranks drop their graphs at the same call.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();
@@ -226,7 +227,7 @@ void Instance::launch(const Graph& graph, cudaStream_t caller) const {
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
                                          const std::vector<void*>& outputs) {
   member_.expect_working();
-  const Member::Use use(member_);  // a capture needs no other rank
+  const Member::Use use(member_);  // A capture does not need the other ranks.
   take(table, inputs, outputs);
   return capture_taken();
 }
@@ -254,7 +255,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // stops the other ranks while the caller's Member::Use holds its lease
+  } catch (const std::exception& error) {  // Stops the other ranks while the Member::Use of the caller holds its lease.
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

@@ -34,12 +34,12 @@ cudaError_t load_kernel(JitKernel& kernel) {
     if (fresh) {
       if (const int error = driver.load(&entry->second, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)) {
         libraries.erase(entry);
-        return static_cast<cudaError_t>(error);  // runtime and driver share error codes
+        return static_cast<cudaError_t>(error);  // The runtime and the driver share error codes.
       }
     }
     if (const int error = driver.get(&kernel.function, entry->second, kernel.name)) return static_cast<cudaError_t>(error);
   }
-  cudaFuncAttributes attributes;  // querying attributes loads the kernel on this device
+  cudaFuncAttributes attributes;  // The query of attributes loads the kernel on this device.
   return cudaFuncGetAttributes(&attributes, kernel.function);
 }
 

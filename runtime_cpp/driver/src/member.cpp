@@ -20,9 +20,9 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kGrace = 2s;     // time for a running call to end before its channels are aborted
-constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; other users of the GPU, or a graph, may block NCCL
+constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; a graph or another user of the GPU may block NCCL
 
-// Starts work on another thread with this device, or runs it on this thread if none can be created.
+// Starts work on a new thread with this device current. Runs the work on this thread if no thread can be created.
 std::future<void> started(int device, std::function<void()> work) {
   const auto task = std::make_shared<std::packaged_task<void()>>([device, work = std::move(work)] {
     const OnDevice current(device);
@@ -165,7 +165,7 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  std::unique_lock use(in_use_, kGrace);  // if this times out, the call is inside NCCL, and target::abort ends the call
+  std::unique_lock use(in_use_, kGrace);  // After a timeout, the call is inside NCCL, and target::abort ends the call.
   std::vector<ncclComm_t> comms;
   std::vector<std::future<void>> done;
   {
@@ -173,7 +173,8 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // NCCL waits for the destruction of graphs, and CUDA for the end of their launches. The abort ends the waits of the launches.
+  // NCCL waits for the destruction of graphs, and CUDA waits for the end of their launches. The abort ends the waits of the
+  // launches.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -216,7 +217,7 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-// Takes the lease first, and then the lock of the member. A thread that frees resources of a member takes both in the same order.
+// Takes the lease first, and then the lock of the member. A thread that frees resources of a member uses the same order.
 Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);

@@ -7,7 +7,7 @@
 #include <dlfcn.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && \
-    !defined(HOSTWEAVE_CPU_DEVICE)  // since 2.32 NCCL creates signals with the communicator
+    !defined(HOSTWEAVE_CPU_DEVICE)  // Since version 2.32, NCCL creates signals with the communicator.
 #define HOSTWEAVE_FINDS_SIGNALS
 #include <cuda.h>
 #endif
@@ -80,7 +80,8 @@ void give(const std::vector<Signals>& signals) {
     *idle = true;
   });
   const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!*idle && std::chrono::steady_clock::now() < end) {  // repeatedly, because late signals of peers overwrite the values
+  // Late signals of peers overwrite the values, so the values are written repeatedly.
+  while (!*idle && std::chrono::steady_clock::now() < end) {
     for (const Signals& one : signals) {
       if (cudaStreamQuery(one.stream) == cudaSuccess) cudaMemsetAsync(one.data, kLarge, one.bytes, one.stream);
     }
@@ -98,7 +99,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   int least = 0, greatest = 0;
   HW_CHECK(cudaGetDevice(&found.device));
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // Streams of programs have other priorities, so the writes do not queue behind streams that wait.
+  // Streams of programs have other priorities. So these writes do not queue behind streams that wait.
   HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
   HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;
@@ -132,7 +133,7 @@ void abort(const std::vector<ncclComm_t>& comms) {
   }
   int device = 0;
   (void)cudaGetDevice(&device);
-  std::thread beside([&] {  // concurrently: aborts wait for graphs, and graphs may wait for signals
+  std::thread beside([&] {  // Runs concurrently with `give`, because aborts wait for graphs, and graphs may wait for signals.
     cudaSetDevice(device);
     abort_with_windows(others);
   });

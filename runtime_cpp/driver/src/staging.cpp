@@ -14,17 +14,17 @@
 namespace hw {
 namespace {
 
-// Empty arrays get memory too, because every array needs an address.
+// Empty arrays also get memory, because every array needs an address.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
-// Enables direct copies from the GPU `peer` if the machine supports them; other copies pass through host memory.
+// Enables direct copies from GPU `peer` if the machine supports them. Other copies pass through host memory.
 void see(int device, int peer) {
   int can = 0;
   HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
   if (!can) return;
   const cudaError_t cudaDeviceEnablePeerAccess = ::cudaDeviceEnablePeerAccess(peer, 0);
   if (cudaDeviceEnablePeerAccess == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // already enabled by an earlier call, NCCL or the application
+    cudaGetLastError();  // An earlier call, NCCL or the application has already enabled access.
   } else {
     HW_CHECK(cudaDeviceEnablePeerAccess);
   }
@@ -48,7 +48,7 @@ StagedCalls::~StagedCalls() {
     fetched_.clear();
     cudaStreamDestroy(caller_);
   } catch (const std::exception&) {
-    // Nothing can be done if the device cannot free the memory.
+    // A destructor must not throw, so the memory stays allocated.
   }
 }
 
@@ -67,9 +67,9 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 // Copies those inputs of a call that are on GPUs of other ranks to the GPU of this rank.
 //
 // All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
-// GPUs. A rank's copy for call 2 waits for call 1 of that rank. If that copy is queued before another rank's copy for call 1,
-// call 1 never starts on the other rank. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its
-// rank. All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
+// GPUs. On rank A, the copy for call 2 waits for call 1 of rank A. If this copy is queued before the copy for call 1 of rank B,
+// call 1 never starts on rank B. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its rank.
+// All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
 // deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
@@ -88,7 +88,7 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// Device address for each array: the address of the array if it is on this device and aligned to 16 bytes, otherwise an address
+// Device address of each array. Uses the array itself if it is on this device and aligned to 16 bytes, and otherwise an address
 // in `staging`.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
@@ -114,13 +114,13 @@ void StagedCalls::copy_in(size_t call) const {
 void StagedCalls::copy_out(size_t call) const {
   const std::vector<Array>& outputs = calls_[call].outputs;
   const bool blocks = target::kCopiesBlock && std::ranges::any_of(outputs, [](const Array& array) { return array.device < 0; });
-  if (blocks) instance_.member().synchronize(caller_);  // throws if the ranks are stopped; a blocking copy would not return
+  if (blocks) instance_.member().synchronize(caller_);  // Throws if the ranks are stopped. A blocking copy would not return then.
   for (size_t i = 0; i < outputs.size(); ++i) copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
 }
 
 void StagedCalls::meet() const { target::meet(static_cast<int>(instance_.member().rank().size())); }
 
-// Waits for the calls, then for work on streams that an incorrect program did not join.
+// Waits for the calls, and then for streams that an incorrect program did not join.
 void StagedCalls::finish() const {
   instance_.member().synchronize(caller_);
   HW_CHECK(cudaDeviceSynchronize());
@@ -148,7 +148,7 @@ std::vector<Timing> StagedCalls::measure(const Schedule& schedule, int warmups, 
   using Clock = std::chrono::steady_clock;
   std::vector<Timing> timings;
   instance_.in_use(schedule, [&] {
-    const Gate::Opening at_end(gate);  // releases the streams if a rank fails
+    const Gate::Opening at_end(gate);  // Releases the streams if a rank fails.
     const Event begin(cudaEventDefault), end(cudaEventDefault);
     Marks marks;
     copy_in(0);

@@ -44,7 +44,8 @@ std::vector<size_t> topological_order(const std::vector<Edge>& edges, size_t nod
   return order;
 }
 
-// Removes a node and connects its predecessors to its successors by full edges, which replace edges between the same nodes.
+// Removes a node, and connects its predecessors to its successors. The new edges are full; they replace edges between the same
+// nodes.
 void leave_out(size_t node, std::vector<Edge>& edges) {
   const auto gone = std::ranges::partition(edges, [&](const Edge& edge) { return edge.from != node && edge.to != node; });
   const std::vector<Edge> of_node(gone.begin(), gone.end());
@@ -73,7 +74,8 @@ class Ended {
     }
   }
 
-  // True if the edge `before` guarantees that `node` has ended when the target of the edge starts. False for its own source.
+  // True if the edge `before` guarantees that `node` has ended when the target of the edge starts. False for the source of the
+  // edge.
   bool has(size_t node, const Edge& before) const {
     return begins_[before.from].has(node) || (before.kind == Edge::full && ends_[before.from].has(node));
   }

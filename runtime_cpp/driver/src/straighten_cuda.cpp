@@ -62,7 +62,7 @@ uint32_t repeated(uint32_t value, unsigned element_size) {
   return element_size == 2 ? (value & 0xffff) * 0x00010001 : value;
 }
 
-// Adds a kernel node without edges that does the same as a memset node. Returns null for a 2-D memset with gaps.
+// Adds a kernel node without edges that replaces a memset node. Returns null for a 2-D memset with gaps.
 cudaGraphNode_t kernel_for(cudaGraphNode_t memset, cudaGraph_t graph, cudaStream_t idle) {
   cudaMemsetParams p;
   HW_CHECK(cudaGraphMemsetNodeGetParams(memset, &p));
@@ -133,7 +133,7 @@ class Straightening {
   const LaunchEvents& events() const { return events_; }
 
  private:
-  // For nodes of stream memory operations the runtime API returns an error instead of a type.
+  // The runtime API returns an error instead of a type for nodes of stream memory operations.
   bool is(size_t node, cudaGraphNodeType wanted) const {
     cudaGraphNodeType type;
     if (cudaGraphNodeGetType(nodes_[node], &type) == cudaSuccess) return type == wanted;
@@ -141,7 +141,7 @@ class Straightening {
     return false;
   }
 
-  // Adds an event only once, because the edges of the graph order the nodes that await or record the event.
+  // Adds an event only once. The edges of the graph already order the nodes that use the event.
   static void add(cudaEvent_t event, std::vector<cudaEvent_t>& events) {
     if (std::ranges::find(events, event) == events.end()) events.push_back(event);
   }
@@ -166,7 +166,8 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL's nodes await and record events, for order with NCCL calls outside of graphs. A launch does this around the graph.
+// NCCL's nodes wait for events and record events. The events order the graph with NCCL calls outside of graphs. So each launch
+// must wait and record around the graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

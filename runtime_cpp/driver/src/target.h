@@ -13,8 +13,8 @@
 
 namespace hw::target {
 
-// Sets the schedule before the ranks start a round. On CUDA, throws ExecutionError for a seeded schedule, or if this machine has
-// fewer than `ranks` GPUs.
+// Sets the schedule before the ranks start a round. On CUDA, throws ExecutionError if the schedule is seeded, or if this machine
+// has fewer than `ranks` GPUs.
 void configure(const Schedule& schedule, int ranks);
 
 // RAII: attaches this thread to the CPU device as the thread of a rank. Does nothing on CUDA.
@@ -25,10 +25,11 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks on the CPU device. Without this barrier, the device would miss a deadlock if a rank left before another
-// rank arrived.
+// Barrier of all ranks on the CPU device. Without this barrier, a rank could leave before another rank arrives. Then the device
+// would miss a deadlock.
 void meet(int ranks);
-// Waits for the stream. Returns false if the stream is not done yet: check if the ranks are stopped, and call again.
+// Waits for the stream. Returns false if the stream is not done yet. The caller then checks if the ranks are stopped, and calls
+// again.
 bool synchronize(cudaStream_t stream);
 // Report of the failure that stopped all ranks, or "".
 std::string report();
@@ -43,14 +44,13 @@ extern const bool kCopiesBlock;
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Collective in the process group: creates its communicator. Call this function with the device current. Throws ExecutionError if
-// some ranks do not join in time, or if `aborted` becomes true.
+// Collective in the process group: creates its communicator. The device must be current. Throws ExecutionError if some ranks do
+// not join in time, or if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
-// Aborts communicators. Call this function with their device current. Ends the waits of streams for their peers, even for exited
-// peers.
+// Aborts communicators. Their device must be current. Ends the waits of streams for peers, also for peers that have exited.
 void abort(const std::vector<ncclComm_t>& comms);
-// Called at the end of a call. On the CPU target, waits for the device. On CUDA, does nothing.
+// Called at the end of a call. Waits for the device on the CPU target. Does nothing on CUDA.
 void finish();
 
 }  // namespace hw::target

@@ -34,7 +34,7 @@ void configure(const Schedule& schedule, int ranks) {
   config.buffered_sends = schedule.buffered_sends;
   config.check_dependencies = schedule.check_dependencies;
   config.timeout_seconds = schedule.timeout_seconds;
-  last.reset();  // if configure fails, the next round configures again
+  last.reset();  // If configure fails, the next round configures again.
   check(hw_cpu_configure(&config));
   last = schedule;
   last_ranks = ranks;
@@ -43,7 +43,7 @@ void configure(const Schedule& schedule, int ranks) {
 Attached::Attached(int rank) {
   if (hw_cpu_attach(rank) == 0) return;
   const std::string report = hw_cpu_last_report();
-  hw_cpu_detach();  // the thread is attached even if another rank has failed
+  hw_cpu_detach();  // The thread is attached even if another rank has failed.
   throw ExecutionError(report);
 }
 
@@ -51,7 +51,7 @@ Attached::~Attached() { hw_cpu_detach(); }
 
 void meet(int ranks) { check(hw_cpu_barrier(ranks)); }
 
-// Waits for all streams. So errors of work that a program did not join are reported in this round.
+// Waits for all streams, so that this round reports errors of work that a program did not join.
 bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;
@@ -68,7 +68,7 @@ bool is_set_up(int) { return true; }
 
 int device_for(int64_t index, int64_t) { return static_cast<int>(index); }
 
-// Ignores the timeout, because the device has a separate timeout: Schedule::timeout_seconds without progress.
+// Ignores the timeout. The device has a separate timeout: Schedule::timeout_seconds without progress.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int, double, const std::atomic<bool>&) {
   ncclComm_t comm = nullptr;
   HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.rank_in_group)));

@@ -86,7 +86,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
   if (process_group.transport == Transport::one_sided) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.numRmaSig = 64;                          // signal numbers per peer
-    config.rmaEagerInit = 1;                        // initialises one-sided calls with the communicator
+    config.rmaEagerInit = 1;                        // initialises one-sided calls when the communicator is created
     config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
     return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
   }
@@ -96,7 +96,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 
 }  // namespace
 
-// NCCL's initialisation waits for the other ranks without a timeout. So a background thread runs the initialisation. After a
+// The initialisation of NCCL waits for the other ranks without a timeout. So a background thread runs the initialisation. After a
 // timeout or an abort, nothing waits for that thread.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted) {
@@ -136,7 +136,7 @@ namespace {
 
 using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
 
-// cuStreamWaitValue32: waits until the value at an address is at least `value` (flags = 0).
+// cuStreamWaitValue32 with flags = 0: waits until the value at an address is at least `value`.
 WaitValue wait_value() {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
   static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
@@ -156,7 +156,7 @@ Gate::~Gate() {
 }
 
 void Gate::hold(cudaStream_t stream, uint32_t round) const {
-  if (!opened_ || round == 0) return;  // the first call may block on the device, such as for channel setup
+  if (!opened_ || round == 0) return;  // The first call may block on the device, for example to set up channels.
   const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
   if (error)
     throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");

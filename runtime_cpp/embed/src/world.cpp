@@ -73,7 +73,7 @@ void World::join(const char* mesh, const char* axes, Transport transport, int co
   rank_.add_channel(mesh, axes, {communicator(id, rank_in_group, int(size)), rank_in_group, size}, transport);
 }
 
-// Id offered by the first rank of this rank's process group.
+// Id from the first rank of this rank's process group.
 ncclUniqueId World::agree(int color, int rank_in_group, const ncclUniqueId& own) {
   struct Offer {
     int color, rank_in_group;

@@ -24,10 +24,10 @@ struct Setting {
 };
 
 // Parses arguments such as "M=1024" into the settings. --help prints the settings and exits. Throws std::invalid_argument for
-// unknown names, and for values that are not numbers of at least 1.
+// unknown names, and for values other than numbers of at least 1.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Runs `rank` for each rank in its own thread. Exits the process if a rank throws, because the other ranks would wait for that
+// Runs `rank` for each rank on a separate thread. Exits the process if a rank throws, because the other ranks would wait for that
 // rank.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
@@ -54,8 +54,8 @@ class Block {
   Shape shape_, global_, begin_, shift_;  // shift_: additional global offset of the second piece in zigzag
 };
 
-// Access to the elements of arrays of one type. `set` writes one of 8 values: an integer from 1 to 8, or an odd eighth between
-// -1 and 1.
+// Access to the elements of arrays of one type. `set` writes one of 8 values: an integer from 1 to 8, or an odd eighth between -1
+// and 1.
 struct Element {
   size_t bytes;
   bool is_integral;
@@ -82,8 +82,8 @@ struct Tolerance {
 
 using Bytes = std::vector<char>;
 
-// A tensor in the memory of the current device. `twin` is the first rank with the same block. `is_here` is false if this rank
-// has no block.
+// A tensor in the memory of the current device. `twin` is the first rank with the same block. `is_here` is false if this rank has
+// no block.
 class DeviceTensor {
  public:
   DeviceTensor(const Element& element, const Name& name, cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims,
@@ -95,7 +95,7 @@ class DeviceTensor {
   void randomize(uint64_t seed);
   void fill_bytes(int value) const;
   Bytes to_host() const;
-  // Throws std::runtime_error unless the tensor equals both `before` (its bytes after the previous call) and `of_twin`.
+  // Throws std::runtime_error unless the tensor equals `before` (its bytes after the previous call) and `of_twin`.
   void expect_same(const Bytes& before, const Bytes& of_twin) const;
   // Throws std::runtime_error unless the tensor is close to its block of the global tensor with the bytes `reference`.
   void expect_close(const Bytes& reference, const Tolerance& tolerance) const;

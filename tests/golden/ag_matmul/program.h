@@ -33,7 +33,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
+// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
 struct Sizes {
   int64_t m;
   int64_t K;
@@ -46,11 +46,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks the inputs, allocates memory and makes plans for their shapes, and returns the output shapes. Call it on every rank
-  // before any rank runs. Throws hw::ArgumentError if an input has the wrong dtype, shape or device, and hw::ExecutionError if
+  // Checks the inputs, allocates memory, makes plans, and returns the output shapes. Call this function on every rank
+  // before any rank runs. Throws hw::ArgumentError if an input has the wrong dtype, shape or device. Throws hw::ExecutionError if
   // memory is short or a library has no plan for the shapes.
   OutputShapes prepare(const Inputs& in);
-  // Enqueues the program after earlier work on stream `caller`. Throws hw::ArgumentError for a wrong tensor, and
+  // Enqueues the program after earlier work on stream `caller`. Throws hw::ArgumentError if a tensor is wrong, and
   // hw::ExecutionError if the sizes differ from those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 

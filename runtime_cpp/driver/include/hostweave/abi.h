@@ -1,4 +1,4 @@
-// Interface between the binding and a generated program: one table of entry points, defined in the program's binding.cpp.
+// Interface between the binding and a generated program. binding.cpp of the program defines one table of entry points.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// View of an array in the table. With std::span instead, a binding would take twice as long to compile.
+// View of an array in the table. With std::span, a binding takes twice as long to compile.
 template <class T>
 class List {
  public:
@@ -67,8 +67,8 @@ struct Calls {
   Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // creates streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Enqueues no work
-  // of a call. Every rank prepares before any rank runs.
+  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Every rank
+  // prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
@@ -93,8 +93,8 @@ struct ProgramTable {
 
 constexpr int kAbi = 12;
 
-// Reinterprets an array of tensors as a program's Inputs or Outputs struct. Initialising hundreds of members one by one would
-// compile slowly.
+// Reinterprets an array of tensors as the Inputs or Outputs struct of a program. Code that initialises hundreds of members one by
+// one would compile slowly.
 template <class Named>
 Named named(const Tensor* tensors) {
   static_assert(std::is_trivially_copyable_v<Named>);

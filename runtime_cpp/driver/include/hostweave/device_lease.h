@@ -7,9 +7,9 @@
 
 namespace hw {
 
-// Settings of the CPU device's scheduler. On CUDA `seeded` is an error, and the other settings have no effect.
+// Settings of the scheduler of the CPU device. On CUDA, `seeded` is an error, and the other settings have no effect.
 struct Schedule {
-  bool seeded = false;  // one operation at a time in an order chosen by the seed, instead of in parallel
+  bool seeded = false;  // runs one operation at a time, in an order chosen by the seed
   uint64_t seed = 0;    // this and the following fields are as in hw_cpu_config
   int picker = 0;
   int ordered_launches = -1;
@@ -22,25 +22,26 @@ struct Schedule {
 };
 
 // RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
-// parties wait, because two parties on the same devices could deadlock. Ranks of the party that want another schedule also wait.
-// The first lease of a party configures the devices. On CUDA, a rank that runs on its own takes no lease.
+// parties wait, because two parties on the same devices could deadlock. Ranks of the party with another schedule also wait. The
+// first lease of a party configures the devices. On CUDA, a rank that runs alone takes no lease.
 class DeviceLease {
  public:
-  // Waits for the lease, at most for `seconds`. After a timeout, or in a release, the object holds no lease.
+  // Waits for the lease, for at most `seconds`. After a timeout, or in a release, the object holds no lease.
   DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
 
   bool held() const { return held_; }
 
-  // Makes later runs of the party fail, and blocked runs if the devices support this. Later calls do not replace the reason.
+  // Makes later runs of the party fail. Also makes blocked runs fail if the devices support this. Later calls do not replace the
+  // reason.
   static void stop(const std::string& party, const std::string& reason);
   // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
 
-  // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
-  // thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling rank.
-  // Releases run in FIFO order.
+  // Calls `release`, which frees device resources, while no party holds a lease. This is now if possible, otherwise later on
+  // another thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling
+  // rank. Releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:

@@ -7,7 +7,7 @@
 
 namespace hw {
 
-// Blocks streams of all ranks, so that work enqueued meanwhile starts on all devices at once, without launch overhead. Does
+// Blocks streams of all ranks while work is enqueued. Then the work starts on all devices at once, without launch overhead. Does
 // nothing on the CPU target.
 class Gate {
  public:
@@ -22,7 +22,7 @@ class Gate {
     if (round > 0 && ++enqueued_ == ranks_ * round) open(round);
   }
 
-  struct Opening {  // opens the gate permanently when destroyed
+  struct Opening {  // RAII: the destructor opens the gate permanently.
     explicit Opening(const Gate& opened) : gate(opened) {}
     ~Opening() { gate.open(); }
     Opening(Opening&&) = delete;

@@ -21,12 +21,12 @@
 
 namespace hw {
 
-// True if a stream is being captured, or a failed call has invalidated its capture. Throws CaptureError for the default stream
+// True if a stream is being captured, or if a failed call has invalidated its capture. Throws CaptureError for the default stream
 // while another stream is captured.
 bool is_captured(cudaStream_t stream);
 
-// Detects that graph launches by the application make no progress. Each launch sets a word at its start, and records an event
-// at its end.
+// Detects that graph launches by the application make no progress. Each launch sets a word at its start, and records an event at
+// its end.
 class Pulse {
  public:
   Pulse();
@@ -68,8 +68,8 @@ class Progress {
 // A call as a CUDA graph. The member must outlive this object. An abort of the member destroys the CUDA graph.
 class Graph {
  public:
-  // Takes ownership of a captured graph, and uploads the graph. Without this upload, the first launch would upload the graph,
-  // perhaps behind work that waits for other ranks. The stream must be idle.
+  // Takes ownership of a captured graph, and uploads the graph. Otherwise the first launch would upload the graph, perhaps behind
+  // work that waits for other ranks. The stream must be idle.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;
@@ -84,7 +84,7 @@ class Graph {
   LoggedOps* ops_;
 };
 
-// Inputs of many calls: the address of each bound input, and nullopt for each input that every call passes.
+// Inputs of many calls: the addresses of bound inputs. nullopt marks an input that every call passes.
 class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
@@ -106,8 +106,8 @@ enum class Graphs {
 
 class Instance {
  public:
-  // The member must have the program's channels, and must outlive this object. With `measures`, matmuls use the fastest measured
-  // algorithms. With `marks_graphs`, reports of hangs name lines in CUDA graphs too.
+  // The member must have the channels of the program, and must outlive this object. With `measures`, matmuls use the fastest
+  // measured algorithms. With `marks_graphs`, reports of hangs also name lines in CUDA graphs.
   Instance(Member& member, const ProgramTable& program, bool measures = false, bool marks_graphs = false);
   ~Instance();
   Instance(Instance&&) = delete;
@@ -119,24 +119,24 @@ class Instance {
     bool operator==(const Input&) const = default;
   };
   // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if the shapes do not match the
-  // program. Throws CaptureError if `caller` is being captured, because a capture cannot allocate.
+  // program. Throws CaptureError if `caller` is being captured, because memory cannot be allocated in a capture.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`: bound inputs of the table, and `inputs`. On
-  // CUDA, only enqueues the work. On the CPU target, also waits for this rank's work. If `graphs` requests a graph for new
-  // arrays, captures the call first. If `caller` is being captured, adds the call to that capture. Throws CaptureError if a
-  // capture fails; the program remains usable.
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`. The inputs are the bound inputs of the table,
+  // and `inputs`. On CUDA, only enqueues the work. On the CPU target, also waits for the work of this rank. If `graphs` requests
+  // a graph for new arrays, captures the call first. If `caller` is being captured, adds the call to that capture. Throws
+  // CaptureError if a capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
   // Captures a call as a graph. Throws CaptureError if the capture fails.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Launches a captured call, in order with the calls by `run`. Throws CaptureError if `caller` is being captured.
+  // Launches a captured call, ordered with the calls by `run`. Throws CaptureError if `caller` is being captured.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
   // Runs `work` in one Member::Use. StagedCalls makes several calls in `work`. A failure stops the other ranks.
   void in_use(const Schedule& schedule, const std::function<void()>& work);
-  // Sets the arrays of the next `make_call`.
+  // Sets the arrays for the next `make_call`.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Makes a call: logs the call, and calls `work` to enqueue it.
+  // Logs a call, and enqueues the call by `work`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
   void enqueue(cudaStream_t caller, bool is_marked = false);
   // Fills the program's temporaries with NaN.
@@ -150,7 +150,7 @@ class Instance {
   Standstill standstill();
   // Number of calls whose graphs are cached.
   int64_t graphs() const;
-  // Number of calls whose arrays differed from those of all recorded calls.
+  // Number of calls whose arrays differed from the arrays of all recorded calls.
   int64_t unseen() const { return unseen_; }
 
  private:

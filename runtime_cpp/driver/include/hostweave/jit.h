@@ -1,4 +1,4 @@
-// Kernels compiled by NVRTC (HOSTWEAVE_JIT) instead of nvcc. In program.cpp, the symbol of such a kernel is a JitKernel instead
+// Kernels that NVRTC compiles (HOSTWEAVE_JIT) instead of nvcc. In program.cpp, the symbol of such a kernel is a JitKernel instead
 // of a function. The JitKernel holds the handle for CUDA launches.
 #pragma once
 #include <cuda_runtime_api.h>

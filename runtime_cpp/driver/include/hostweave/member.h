@@ -22,7 +22,7 @@ namespace target {
 class Attached;
 }
 
-// RAII: makes a device current. Afterwards makes the previous device current again, but only if that device is initialised.
+// RAII: makes a device current. The destructor makes the previous device current again, but only if that device is initialised.
 // Otherwise CUDA would initialise the previous device, which costs time and memory.
 class OnDevice {
  public:
@@ -35,7 +35,7 @@ class OnDevice {
   bool changed_;
 };
 
-// The rank's device and channels. Only one thread at a time may use a member, but any thread may call `abort`.
+// Device and channels of a rank. Only one thread at a time may use a member, but any thread may call `abort`.
 class Member {
  public:
   // `group` is a name that is equal on all ranks of the group, and unique in this process. The other ranks are threads of this
@@ -50,8 +50,8 @@ class Member {
   Rank& rank() { return rank_; }
   int device() const { return rank_.device(); }
 
-  // Process groups of the program whose channels do not exist yet. Throws ArgumentError if the program and the group differ in
-  // their number of ranks.
+  // Process groups of the program without a channel. Throws ArgumentError if the program and the group have different numbers of
+  // ranks.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // Makes an id for the process group of this key.
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
@@ -62,23 +62,24 @@ class Member {
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels. A key is ProcessGroup::name(), preceded by the mesh of the process group
-  // if this mesh is not the program's. Throws ArgumentError if a communicator is missing, or has another rank, size or device
-  // than the process group.
+  // Uses communicators of the application as channels. A key is ProcessGroup::name(). If the mesh of the process group is not the
+  // mesh of the program, the mesh precedes the name. Throws ArgumentError if a communicator is missing, or if its rank, size or
+  // device differs from the process group.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
-  // Collective. Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
+  // Collective. Returns the reason why ranks of the program's one-sided channels cannot access each other's memory, or "" if no
+  // reason is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // add_graph registers a graph that uses the member's channels, and destroy_graph destroys the graph. An abort destroys
-  // registered graphs too, because NCCL destroys a communicator only after the graphs that use it.
+  // add_graph registers a graph that uses channels of the member, and destroy_graph destroys the graph. An abort also destroys
+  // registered graphs, because NCCL destroys a communicator only after the graphs that use the communicator.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
   // Ends all waits for other ranks, and destroys the graphs. Any thread may call this function. The member is unusable
   // afterwards.
   void abort(const std::string& reason);
-  // Makes runs of the group's ranks in this process fail, if the target supports this. Later calls do not replace the reason.
+  // Makes runs of the ranks of the group in this process fail if the target supports this. Later calls do not replace the reason.
   void stop(const std::string& reason);
   // The reason passed to stop, or "".
   std::string stopped() const;

@@ -8,7 +8,7 @@
 
 namespace hw {
 
-// Ranks of a mesh that share a channel, seen from one of them.
+// Ranks of a mesh that share a channel, from the view of one rank.
 struct ProcessGroup {
   std::string mesh;           // "mesh(pp=2, dp=2, tp=4)"
   std::string axes;           // axes along which the ranks differ: "dp, tp"

@@ -1,4 +1,4 @@
-// Calls of a program on one rank with arrays in any memory. Arrays that are not on the rank's device are copied.
+// Calls of a program on one rank, with arrays in any memory. Arrays that are not on the device of the rank are copied.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace hw {
 struct Array {
   void* data = nullptr;
   size_t bytes = 0;
-  int device = -1;  // -1: host memory. Outputs must be in host memory or on the rank's GPU; inputs may be anywhere
+  int device = -1;  // -1: host memory. Outputs must be in host memory or on the rank's GPU. Inputs may be anywhere.
 };
 
 struct Timing {
@@ -34,11 +34,11 @@ class StagedCalls {
   struct Call {
     std::vector<Array> inputs, outputs;
   };
-  // Allocates memory for these calls. Their arrays must have the prepared shapes. Copies inputs from GPUs of other ranks. All
+  // Allocates memory for these calls, and copies inputs from GPUs of other ranks. The arrays must have the prepared shapes. All
   // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Enqueues all calls, and then waits until the calls are done. Inputs and outputs are copied on the stream of the calls. With
-  // `poison`, that stream first fills outputs and temporaries with NaN.
+  // Enqueues all calls, and then waits until the calls are done. Copies inputs and outputs on the stream of the calls. With
+  // `poison`, first fills outputs and temporaries with NaN on that stream.
   void run(const Schedule& schedule, bool poison);
   // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
   // together. The times exclude copies of arrays.

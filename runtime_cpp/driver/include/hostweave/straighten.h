@@ -1,5 +1,5 @@
 // Optimises captured graphs for launch time. A chain of kernels launches nearly as fast as one kernel. Each fork, each join and
-// each node of another kind costs host time.
+// each other node costs host time.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,15 +24,15 @@ struct Edge {
 // Removes the nodes of `left_out`, connects their predecessors to their successors, and removes redundant edges.
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
-// Events that a stream awaits before a launch of the graph, and records after the launch.
+// Events that a stream waits for before a launch of the graph, and events that the stream records after the launch.
 struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
 // Loads the kernels of `straighten` on the current device. Call this function before any rank runs.
 void prepare_to_straighten();
-// Replaces a captured graph by an optimised graph. Each launch of the optimised graph must await and record the returned events.
-// If a graph cannot be optimised, leaves the graph unchanged. `idle` is an idle stream for a capture.
+// Replaces a captured graph by an optimised graph. Each launch of the optimised graph must wait for and record the returned
+// events. Leaves the graph unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw

@@ -10,7 +10,7 @@ struct hw_world {
 
 namespace hw::c {
 
-// Calls `work`, and converts exceptions to a status and the text of hw_last_error.
+// Calls `work`. Converts exceptions to a status, and to the text of hw_last_error.
 hw_status guarded(void (*work)(void* closure), void* closure);
 
 template <class Work>

@@ -1,4 +1,4 @@
-// One rank of a world, and the communicators of its programs. Applications make the World before their programs.
+// One rank of a world, and the communicators of its programs. An application makes the World before its programs.
 #pragma once
 #include <nccl.h>
 
@@ -23,7 +23,7 @@ void use_processes();
 // Only one thread at a time may use a World, with `device` current. The World must outlive its programs.
 class World {
  public:
-  // Collective: joins the world, with an id that one rank made by ncclGetUniqueId. Makes `device` current.
+  // Collective: joins the world. One rank makes the id by ncclGetUniqueId. Makes `device` current.
   World(const ncclUniqueId& id, int device, int rank, int size);
   World(World&&) = delete;
 
