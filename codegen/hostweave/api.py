@@ -43,10 +43,11 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion for `target` "cpu" or "cuda". A host program is compiled unchanged.
 
-    Lowers the program and verifies it after every pass. `Options.check` says if the result is also checked for races, deadlocks and wrong
-    results. The C++ is compiled when first needed, or by `Program.build`.
+    Lowers the program and verifies it after every pass. `Options.check` turns the check for races, deadlocks and wrong results on or off.
+    The C++ is compiled when first needed, or by `Program.build`.
 
-    Raises ProgramError if the program is refused or has a fault. The message names the line in the user's source, if that is known.
+    Raises ProgramError if the program has a fault or is not supported. The message names the line in the user's source, if the line is
+    known.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -120,7 +121,7 @@ class Program:
 
     @property
     def fusion_ir(self) -> str:
-        """Text of the fusion before all passes. Raises ProgramError if the program was compiled from host IR."""
+        """Text of the fusion IR before all passes. Raises ProgramError if the program was compiled from host IR."""
         if not isinstance(self.compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
         return str(self.compiled.given)
@@ -137,13 +138,13 @@ class Program:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Choices of the compiler: algorithms, chunks and overlap, with the predicted or measured times of alternatives. `explain` shows
-        the choices as text."""
+        """Choices of the compiler: algorithms, chunks and overlap, with predicted or measured times. `explain` shows the choices as
+        text."""
         return self.host.choices
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Generated files as a mapping from path to text. The files depend on `figures`, but not on the target."""
+        """Generated files: a mapping from path to text. The files do not depend on the target."""
         return self.compiled.sources
 
     @property
@@ -153,20 +154,20 @@ class Program:
 
     @property
     def folder(self) -> Path:
-        """Folder with the sources, the compiler's log and the built module. Builds the module first if needed."""
+        """Folder with the sources, the compiler's log and the built module. Builds the module if needed."""
         return self.compiled.folder
 
     @property
     def module(self) -> ModuleType:
-        """The built Python extension module. Builds the module first if needed, and raises the errors of `build`."""
+        """The Python extension module. Builds the module if needed, and raises the errors of `build`."""
         return self.compiled.module
 
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        Each communication has a line with its algorithm, transport, chunks and time. The line also has the times of all alternatives, or
-        says why there are none. The line of an attention op states whether the op is one library call. Unaligned matmuls that are split
-        have a line, too. Raises ProgramError if the program was compiled from host IR.
+        Each communication has a line with its algorithm, transport, chunks and time. The line also has the times of the alternatives, or
+        says why there are none. Attention ops have a line too, and so do matmuls that are split because they are unaligned. Raises
+        ProgramError if the program was compiled from host IR.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -184,12 +185,12 @@ class Program:
         machine: Machine | None = None,
         ranks: int | Mapping[str, int] | None = None,
     ) -> Report:
-        """Predicts the timeline of a call on all ranks of a machine. The program is not run, so the machine need not exist.
+        """Predicts the timeline of a call on all ranks. The program does not run, so the machine need not exist.
 
         `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096. `machine` has the figures for the
-        prediction, by default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh
-        axes by name. The cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts
-        take to enqueue is not included. Returns a report. `print(report)` shows the totals, and `report.save("f.html")` writes a page.
+        prediction, by default those of the options. `ranks` is another number of ranks, or other sizes of mesh axes by name. The compiler
+        then makes its choices again. For more than 8 ranks, the machine needs a `network` between hosts. The prediction ignores the time in
+        which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")` writes a page.
 
         Raises ArgumentError for invalid `sizes`, and ProgramError if the prediction is impossible; the message says why.
 
@@ -214,9 +215,9 @@ class Program:
         """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and compares the results with the fusion.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
-        inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for each part that the
-        comparison does not cover, such as lines that did not run. Raises ProgramError for the first fault, with rank and instruction if
-        known, and ArgumentError for invalid `sizes`.
+        inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns the parts that the comparison
+        does not cover, as texts. An example is a line that did not run. Raises ProgramError for the first fault, with rank and instruction
+        if known, and ArgumentError for invalid `sizes`.
 
         Example: `program.check(M=8192, N=4096)`.
         """
@@ -226,7 +227,7 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts that the check at compile time did not cover, as texts: "everything ..." if there was no check."""
+        """Parts of the program that the check at compile time did not cover, as texts."""
         return self.compiled.unchecked
 
     @checked
@@ -235,8 +236,8 @@ class Program:
 
         Bound arrays are checked only once, so calls are faster. If you call the program, bind local arrays. If you use `run`, bind global
         arrays. A call reads a bound array in place, so later writes to the array have an effect. `run` may ignore later writes, because it
-        keeps the local arrays that its first call cut from a bound array. The two programs share memory and streams, and closing one closes
-        both.
+        keeps the local arrays that its first call cut from a bound array. The two programs share memory and streams. Closing one program
+        closes both.
 
         Raises ArgumentError for a name that is not an unbound input, and for an array that does not fit. Checks that depend on the rank or
         on other inputs follow at the first call.
@@ -288,10 +289,9 @@ class Program:
     ) -> Captured:
         """Captures a call with these arrays as a CUDA graph. Returns a callable that launches the graph and has the `outputs`.
 
-        All ranks capture the call together. Takes the arguments of a call, and makes this call once, on `stream`. Each launch reads the
-        current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program. The
-        callable keeps the arrays alive. The temporaries of the graph keep their addresses even if later calls have larger sizes. On the CPU
-        target, the callable repeats the call by the same rules.
+        All ranks capture the call together. Takes the arguments of a call, and first makes an ordinary call on `stream`. Each launch reads
+        the current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program.
+        The callable keeps the arrays alive. On the CPU target, a launch repeats the call.
 
         All ranks launch the graph together. With one-sided communication, no rank may make an ordinary call while another rank launches.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
@@ -338,9 +338,9 @@ class Program:
 
     @checked
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
-        """Makes several calls with arrays of equal shapes. The host enqueues each call before the previous call has finished.
+        """Makes several calls without waiting for each one to finish. All calls have arrays of equal shapes.
 
-        With `poison`, outputs and temporaries are filled with NaN before each call. A missing dependency then shows as NaN in a result.
+        With `poison`, outputs and temporaries are filled with NaN before each call. A NaN in a result then shows a missing dependency.
         Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
@@ -361,8 +361,8 @@ class Program:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
         Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
-        mark takes about a microsecond. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report
-        shows the call with the median time. `machine` has the figures for the prediction, by default those of the options.
+        mark takes about a microsecond. `repetitions` calls follow `warmups` calls, and the report shows the call with the median time.
+        `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does.
 
@@ -401,9 +401,9 @@ class Program:
     def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
         """Writes a CMake project that builds and runs the program without Python, on the CPU or on GPUs.
 
-        The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
-        "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from the folder. The
-        wheel does not need Hostweave.
+        The project also has a test that compares the results of all ranks with a computation on one device. With `wheel="cpu"` or "cuda",
+        the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from the folder. The wheel does
+        not need Hostweave.
 
         Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
         Raises ProgramError if the program cannot be exported; the message says why.
@@ -443,8 +443,7 @@ class Program:
 
     @property
     def _running(self) -> Running:
-        """Runner of the program, shared with programs that `bind` returns. Created at the first use, because compiling needs neither NumPy
-        nor the rendezvous."""
+        """Runner, shared with programs that `bind` returns. Created at the first use, because compiling does not need NumPy."""
         return self._made or interruptibly(self._make)
 
     def _make(self) -> Running:

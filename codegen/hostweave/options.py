@@ -19,20 +19,21 @@ OVERLAPS = ("auto", "off", "search")
 class Options:
     """Options of `hw.compile`.
 
-    - `streams`: number of CUDA streams of a chunk loop. Iteration i uses stream i modulo this number.
-    - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. False skips the
-      check. By default, programs for up to 16 ranks are checked.
-    - `sizes`: typical sizes of dims by name, for which the compiler optimises. Other sizes count as 4096.
+    - `streams`: number of CUDA streams of a chunk loop. Iteration i runs on stream i modulo this number.
+    - `check`: True proves that the host program has no races and no deadlocks, and compares its results with those of the fusion. False
+      skips the check. The default checks programs for up to 16 ranks.
+    - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes, and assumes 4096 for others.
     - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls if the cost model predicts a gain. The cost model needs known
       sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the cost
-      model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest, also for later
-      compiles. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
-      `.stream(...)`. If a chosen loop does not divide the sizes of a call, the call runs without chosen loops. `Program.explain` shows the
-      choices.
+      model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest. Later compiles reuse
+      the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
+      `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops. `Program.explain`
+      shows the choices.
     - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
       that `Program.explain` shows. "none" means no loop.
-    - `machine`: figures for the cost model. The default is the figures that `hostweave calibrate` measured on this machine. Without such
-      figures, the name of the GPU selects the figures of H100 or H200. Other GPUs use the figures of H200, and `Program.explain` says so.
+    - `machine`: figures for the cost model. By default, these are the figures that `hostweave calibrate` measured on this machine. If there
+      are none, an H100 or H200 uses the figures that come with the package. Other GPUs use the figures of H200, and `Program.explain` says
+      so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.
@@ -43,32 +44,31 @@ class Options:
         Needs peer access between the GPUs, but no communication library.
       - one_sided: puts, gets and signals of the communication library. Needs version 2.29 or later (2.32 for moves between meshes).
       - auto: two_sided for most communication. A chunk loop uses peer if it has `.stream(..., algorithm="put")`, or if the cost model
-        chooses peer. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
-        Kernels compute small all-reduces of their operands through peer memory.
+        chooses peer. Small all-reduces that a kernel consumes are part of the kernel, and read peer memory. If the ranks cannot use peer,
+        the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
 
-      With peer or one_sided, the shards of a chunk loop must be equal in size, and every rank must have a shard. The algorithm must be put,
+      With peer or one_sided, every rank must have a shard in a chunk loop, and the shards must have equal sizes. The algorithm must be put,
       ring, or a collective of a slice of every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if inputs and outputs are in the same memory as in an earlier call.
-      Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU to run it. By
-      default no call is captured automatically.
+      Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU takes to run the
+      call. The default captures no call.
 
-      Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
-      names the same arrays, or if the allocator reuses freed memory.
+      The program keeps graphs for the last 16 sets of arrays. Calls with other arrays run without a graph. Outputs are in the same memory
+      if `out=` names the same arrays, or if the allocator reuses freed memory.
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
-      3, 5, 9, 17 and so on, at least every 4096 calls. The ranks decide for graphs if, on every rank, nearly all calls since the last
-      decision used arrays of earlier calls. Calls with new arrays are then captured too, until the next decision.
+      3, 5, 9, 17 and so on, and at least every 4096 calls. They choose graphs if nearly all calls since the last decision used arrays of
+      earlier calls, on every rank. Until the next decision, calls with new arrays are then captured too.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
-    - `tune`: measures the algorithms that cuBLASLt recommends for each matmul and its epilogue, and uses the fastest instead of the first.
-      The first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped.
-      All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one
-      algorithm, so it measures nothing.
-    - `verify_calls`: processes compare their programs and shapes before every call, through the store. Ranks that are threads always
-      compare.
+    - `tune`: measures the algorithms that cuBLASLt recommends for each matmul, and uses the fastest. Without `tune`, the first is used. The
+      first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped. All
+      ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. `tune` has no effect on the CPU
+      target.
+    - `verify_calls`: ranks that are processes compare their programs and shapes before every call. Ranks that are threads always do.
 
     Raises ProgramError for an option with an invalid value.
 
@@ -96,7 +96,7 @@ class Options:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Allowed transports in the order of preference. Transports that the machine does not support come last."""
+        """Allowed transports, in order of preference. Unsupported transports come last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 

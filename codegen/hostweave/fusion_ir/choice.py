@@ -2,7 +2,7 @@
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The number in parentheses is the number of chunks. An algorithm with one chunk is a single asynchronous communication, not a loop.
+The number in parentheses is the number of chunks. One chunk means an asynchronous communication without a loop.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard, and of the matmuls that may overlap with
-    the reshard, in microseconds."""
+    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and of the matmuls that it may overlap."""
 
     algorithm: str
     chunks: int
@@ -37,7 +36,7 @@ class Choice:
     value: str
     function: str
     alternatives: tuple[Alternative, ...]
-    is_measured: bool = False  # False: the cost model predicted the times
+    is_measured: bool = False
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Base class of passes that add ops. The class infers types and shardings of new ops, and names the results."""
+"""Base class of passes that add ops."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class OpRewriter:
-    """Rewrites a fusion op by op. `op` is the op that a subclass is replacing."""
+    """Rewrites a fusion op by op. `op` is the op that is being replaced."""
 
     op: Op
 
@@ -41,10 +41,10 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result. The name consists of `of`, `_` and `word`, and a number if this name is taken. By
-        default, `of` is the name of the replaced result, and `word` is the kind of the op.
+        """Emits an op, with inferred type and sharding, and returns the name of its result. The name is a free name like `of_word`. By
+        default, `of` is the name of the replaced result, and `word` is `kind`.
 
-        `like` has the properties of the result type that the operands do not determine, such as the shape after a reshape.
+        `like` has properties of the result that the operands do not determine, such as the shape after a reshape.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
@@ -59,7 +59,7 @@ class OpRewriter:
         self.types[op.result.name] = op.result.type
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
-        """Emits a reshape that replaces `count` dims, from dim `at`, by `dims`. Returns the name of the result."""
+        """Emits a reshape that replaces `count` dims, from dim `at`, by `dims`."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
         return self.make("reshape", name, like=like, word=word, of=of)

@@ -1,5 +1,4 @@
-"""Index maps label the dims of an op, like the subscripts of einsum. The labels say which part of each operand a part of the result
-needs."""
+"""Index maps label the dims of an op, like the subscripts of einsum."""
 
 from dataclasses import dataclass
 
@@ -13,17 +12,16 @@ ONE = Size()
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Labels of an op's dims. Dims with the same label, in operands and result, share an iteration index.
+    """Labels of the dims of an op's operands and result. Dims with the same label share an iteration index.
 
-    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks a
-    dim of one element that is broadcast, new, or kept after a reduction. None also marks a dim that cannot be sharded, such as a dim that
-    the op slices, pads or concatenates.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. A dim without a label
+    (None) has one element, or cannot be sharded, such as a dim that the op slices, pads or concatenates.
 
-    - `outer`: labels of dims that ranks can split, but chunk loops cannot, such as the outermost of dims that a reshape merges.
-    - `blocks`: labels of dims that the op processes in blocks, each with the number of blocks. Only this number of ranks can split the dim,
-      one block per rank.
-    - `unwalked`: labels of dims over which no loop can iterate, because data choose the elements, or the op needs all elements at once. An
-      op with such labels is never in a chunk loop.
+    - `outer`: labels of dims that ranks can split, but chunk loops cannot. An example is the outermost of dims that a reshape merges.
+    - `blocks`: labels of dims that the op processes in blocks, with the number of blocks. Only so many ranks can split the dim, one block
+      per rank.
+    - `unwalked`: labels of dims whose elements the op chooses by data, or needs all at once. An op with such labels is never in a chunk
+      loop.
     """
 
     operands: tuple[Labels, ...]
@@ -33,12 +31,11 @@ class IndexMap:
     unwalked: frozenset[str] = frozenset()
 
     def shared_by(self, label: str, ranks: int) -> bool:
-        """True if `ranks` ranks can split the dims of a label."""
         return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """Dim of an operand that has the same label as dim `result_dim` of the result. None if a loop over this dim needs the whole
-        operand, or is impossible."""
+        """Dim of an operand with the label of dim `result_dim` of the result. None if a loop over this dim needs the whole operand, or is
+        impossible."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
@@ -69,7 +66,7 @@ def _group(source: SymbolicShape, target: SymbolicShape, i: int, j: int) -> tupl
     right: list[int] = []
     have = want = ONE
     while (i < len(source) or j < len(target)) and (not left or have != want):
-        ratio = have.divided_by(want)  # a ratio with symbols counts as larger than 1
+        ratio = have.divided_by(want)  # a symbolic ratio counts as larger than 1
         is_larger = ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
         if j == len(target) or (i < len(source) and not is_larger):
             have, i = have * source[i], i + 1
@@ -85,7 +82,7 @@ def numbered(shape: SymbolicShape, letter: str = "i") -> tuple[str, ...]:
 
 
 def aligned(shape: SymbolicShape, result: SymbolicShape, labels: Labels) -> Labels:
-    """Labels of dims aligned from the right. A dim of 1 is broadcast if the result's dim is larger."""
+    """Labels of dims that are aligned with the result from the right. A broadcast dim has no label."""
     if shape == result:
         return labels
     skipped = len(result) - len(shape)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attribute(Generic[T]):
-    """An attribute of ops. An attribute with the default None is required."""
+    """An attribute of ops, required if the default is None."""
 
     name: str
     type: type[T]
@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, because some passes compare all pairs of iterations
+MAX_STEPS = 2**12  # most iterations of a chunk loop, because some passes compare all pairs of iterations
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -58,13 +58,12 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop, such as p2p or put.
+    """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop.
 
-    Before the pass `choose_overlap`, a stream requests a `ChunkLoop`. `algorithm` is then the algorithm of the loop, and two other fields
-    describe the loop:
+    Before the pass `choose_overlap`, a stream requests a `ChunkLoop` with this algorithm, and with:
 
-    - `chunks` is the number of iterations. If None, each index is one iteration, and the value inside the loop lacks the dim.
-    - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
+    - `chunks`: number of iterations. If None, each index is one iteration, and values inside the loop do not have the dim.
+    - `chunking`: `by_shard`, `across_shards`, or None if not chosen yet.
     """
 
     dim: int
@@ -80,7 +79,7 @@ class Stream:
         return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
     def too_many(self, size: Size) -> str:
-        """Error text if a dim of this size would give too many iterations, or ""."""
+        """Error text if a dim of this size gives too many iterations, or ""."""
         steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
         return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
 
@@ -89,9 +88,8 @@ class Stream:
 class Value:
     """A named tensor.
 
-    If `pinned`, the sharding is stated, and no pass may change it. If `is_async`, the value is the result of a communication that runs on a
-    separate stream. If `transport` is not "", it is the transport of this communication. `group` is set for an input that is a parameter
-    group.
+    If `pinned`, no pass may change the sharding. If `is_async`, the value is the result of a communication on a separate stream, with this
+    `transport` if it is not "". `group` is set for an input that is a parameter group.
     """
 
     name: str
@@ -104,7 +102,6 @@ class Value:
 
     @property
     def walked(self) -> Stream:
-        """The stream, which must not be None."""
         assert self.stream is not None
         return self.stream
 
@@ -119,14 +116,14 @@ class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
     An operand is the name of a value, or a number in the dtype of the last tensor operand. Operands and attributes are compared as text,
-    because 0.0 == -0.0 and 1 == True in Python.
+    because 0.0 == -0.0 and 1 == True.
     """
 
     kind: str
     operands: tuple[str | Scalar, ...] = field(compare=False)
     result: Value
     attributes: tuple[tuple[str, AttributeValue], ...] = field(default=(), compare=False)
-    compared: str = field(init=False, repr=False)  # operands and attributes as text
+    compared: str = field(init=False, repr=False)
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
     user_kernel: UserKernel | None = field(default=None, repr=False, kw_only=True)
@@ -135,24 +132,21 @@ class Op:
         object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
 
     def __getitem__(self, attribute: Attribute[T]) -> T:
-        """Value of an attribute, whose type the verifier has checked."""
         value: Any = dict(self.attributes).get(attribute.name, attribute.default)
         if value is None:
             raise ValueError(f"{self.kind}: attribute {attribute.name} is missing")
         return cast(T, value)
 
     def with_attribute(self, attribute: Attribute[T], value: T) -> Op:
-        """Replaces the value of an attribute that the op has."""
         new: Any = value
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
 
     def renamed(self, names: Mapping[str, str]) -> Op:
-        """Renames the operands that are in `names`."""
         return replaced(self, operands=tuple([names.get(o, o) if isinstance(o, str) else o for o in self.operands]))
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Operands that are names of values, without numbers."""
+        """Operands that are not numbers."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
 
     def __str__(self) -> str:
@@ -166,13 +160,13 @@ class Op:
 
 @dataclass(frozen=True)
 class ChunkLoop:
-    """A loop over the chunks of a dim. Each iteration executes all `ops`, and computes one chunk of every result.
+    """A loop over the chunks of a dim. Each iteration computes one chunk of every op.
 
-    - `steps` is the number of iterations. If `drops_dim`, each iteration handles a single index, and its values lack the dim.
-    - `chunking` is `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
+    - `steps`: number of iterations. If `drops_dim`, each iteration handles one index, and its values do not have the dim.
+    - `chunking`: `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
     - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
       (None).
-    - `gathered` names an async all-gather, or is "". Each iteration uses one shard of the gathered value.
+    - `gathered`: name of an async all-gather, of which each iteration uses one shard, or "".
     """
 
     ops: tuple[Op, ...]
@@ -184,12 +178,11 @@ class ChunkLoop:
 
     @property
     def communication(self) -> Op | None:
-        """The first reshard in the loop, or None."""
         return next((op for op in self.ops if op.result.walked.algorithm), None)
 
     @property
     def by_block(self) -> bool:
-        """True if a communication by shard determines the order of the blocks. Otherwise the loop visits chunks in order."""
+        """True if a communication by shard determines the order of the chunks."""
         return self.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:
@@ -204,10 +197,10 @@ class ChunkLoop:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program, or a function of a program: inputs, ops and chunk loops in order, and names of the results.
+    """A program, or a function of a program.
 
-    `donated` is empty, or has one entry per result: the input whose memory the result reuses, or "". `returned` is empty, or has one entry
-    per result: the parameter group that the result forms, or None. `choices` are the compiler's choices for reshards.
+    `donated` and `returned` are empty, or have one entry per result: the input whose memory the result reuses, or ""; and the parameter
+    group of the result, or None. `choices` are those for reshards.
     """
 
     name: str
@@ -260,12 +253,12 @@ class Fusion:
 
     @property
     def arguments(self) -> tuple[Value, ...]:
-        """The tensors that a caller passes: inputs, with each parameter group expanded to its tensors."""
+        """Tensors that a caller passes: one for each tensor of a parameter group."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self.inputs))
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """The tensors that a caller gets: outputs, with each parameter group expanded to its tensors."""
+        """Tensors that a caller gets: one for each tensor of a parameter group."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self._grouped_outputs))
 
     @property
@@ -290,7 +283,7 @@ class Fusion:
 
     @cached_property
     def functions(self) -> tuple[Fusion, ...]:
-        """Functions that the fusion calls directly or indirectly, each after the functions that it calls."""
+        """Functions that the fusion calls, also indirectly, each after its callees."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -299,7 +292,7 @@ class Fusion:
 
     @property
     def all_ops(self) -> Iterator[Op]:
-        """Ops of the called functions, then ops of the fusion."""
+        """Ops of the functions, then of the fusion."""
         return (op for body in (*self.functions, self) for op in body.ops)
 
     @property
@@ -307,7 +300,6 @@ class Fusion:
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
-        """Text: user kernels, functions, then the program with one op per line."""
         user_kernels = "".join(f"{line}\n" for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel))
         functions = "".join(function._text("function") for function in self.functions)
         return user_kernels + functions + self._text("fusion", f" {self.mesh}" if self.mesh.axes else "")
@@ -334,7 +326,6 @@ class Fusion:
 
 
 def _alone(value: Value, number: int | None, name: str) -> Value:
-    """The value itself, or tensor `number` of its parameter group."""
     return value if number is None else replace(value, name=name, type=replace(value.type, dims=value.type.dims[1:]), group=None)
 
 

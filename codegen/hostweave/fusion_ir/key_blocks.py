@@ -1,4 +1,4 @@
-"""Attention over blocks of keys: merges the results of the blocks, and finds attention ops whose keys can arrive in blocks."""
+"""Attention over blocks of keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
 
 
 class BlockWriter(OpRewriter):
-    """Emits ops that merge the results of attention over several blocks of keys."""
+    """Emits ops that merge the results of blocks."""
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # log-sum-exps of all blocks -> their maximum, the shift to subtract, and the sum of exp(lse - shift)
+        # log-sum-exps -> their maximum, the shift, and the sum of exp(lse - shift)
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits the merged result, or the merged log-sum-exps if the replaced op is attention_lse. Dim 0 of the three tensors is the
-        block. `blocks` (results) and `lse` (log-sum-exps) are sharded along it as the keys are. `lses` is `lse` replicated along it."""
+        """Emits the merged result or, for an attention_lse, the merged log-sum-exps. Dim 0 of the three tensors is the block. Along this
+        dim, `blocks` (results) and `lse` (log-sum-exps) are sharded like the keys, and `lses` is `lse` replicated."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
             powers = self.make("exp", self.make("subtract", lses, shift))
-            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # not 0 if a row sees no key
+            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # not 0 for a row without keys
         largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
@@ -38,14 +38,14 @@ class BlockWriter(OpRewriter):
         weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
-        # a block without valid keys attends to one invalid key (see `join_blocks_of_keys`), so its result may be NaN
+        # the result of a block without valid keys may be NaN (see `join_blocks_of_keys`)
         weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)
         self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
 
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """An attention op, and the all-gathers of its keys and values. No other op reads the gathered tensors, except an attention_lse."""
+    """An attention op, and the all-gathers of its keys and values, which only this op and an attention_lse read."""
 
     attention: Op
     keys: Op
@@ -61,13 +61,13 @@ class GatheredKeys:
 
     @property
     def dim(self) -> int:
-        """Dim of the gathered tensors that is cut into blocks."""
+        """Dim of the gathered tensors that has the blocks."""
         return len(self.keys.result.type.dims) - 2
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Yields pairs of an attention op and its attention_lse op or None. No other op reads the keys and values. Ops with a window, blocks or
-    optional operands are excluded."""
+    """Yields attention ops whose keys and values no op reads, except an attention_lse, which is the second of the pair, or None. Skips ops
+    with a window, blocks or optional operands."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
@@ -81,8 +81,8 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Yields the ops of `attended_alone` whose keys and values are all-gathered, and were sharded alike. With a causal mask, rows must
-    be sharded like the keys before the gather. Ops on a part of the mesh are excluded."""
+    """Yields the ops of `attended_alone` whose keys and values were sharded alike and are all-gathered. With a causal mask, rows must be
+    sharded like these keys. Skips ops on a part of the mesh."""
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
         keys, values = map(fusion.made.get, others)

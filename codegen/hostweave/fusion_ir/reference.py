@@ -21,8 +21,8 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Computes the results for global arguments. Each tensor of a parameter group is a separate argument. Computes floats in float64, and
-    rounds only where the program casts. Integers and bools keep their dtype."""
+    """Results for global arguments, of which each tensor of a parameter group is one. Floats are computed in float64, and rounded only
+    where the program casts."""
     inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
         if name not in arrays:
@@ -46,8 +46,8 @@ class Arithmetic:
     cast: Callable[[Any, DType], Any]
     apply: Callable[..., Any] = lambda function, *operands: function(*operands)
     function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
-    kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # results of a user kernel
-    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # called with all values of a fusion or function
+    kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # computes a user kernel
+    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets all values of a fusion or function
 
 
 def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int]
 
 
 def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> Any:
-    """Result of an op: an array, or a tuple for a call or a kernel that `arithmetic` computes."""
+    """Result of an op, or a tuple of results for a call or a kernel that `arithmetic` computes."""
     tensors = [values[name] for name in op.tensors]
     if op.user_kernel and arithmetic.kernel:
         return arithmetic.kernel(op, tensors)
@@ -90,8 +90,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat. First, each result of the function: from the last call if carried, otherwise stacked over all calls. Then, for
-    each operand and each result, one entry: the stack of the values if they are carried, otherwise None."""
+    """Results of a repeat: each result of the function, from the last call if carried and otherwise stacked; then, for each operand and
+    each result, the stack of its values if they are carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
@@ -119,7 +119,6 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """Rounds to a dtype, and converts to the dtype in which the reference computes."""
     return cast(array, dtype).astype(computing_dtype(dtype))
 
 

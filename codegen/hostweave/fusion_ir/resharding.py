@@ -1,4 +1,4 @@
-"""Plans of reshards: the changes of layout that one collective can make, and the sequence of collectives that moves the fewest bytes."""
+"""Plans of reshards: the steps, and the sequence of steps that moves the fewest bytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ DEFAULT_SIZE = 4096  # assumed size of a dim whose size is unknown
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """A step of a reshard, with the kind and the attributes of its op.
+    """A step of a reshard: kind and attributes of its op.
 
     - An all_gather, reduce_scatter or shard changes the axes of `dim`. An all_to_all moves the axes from `dim` to dim `to`.
     - In a permute_shards, rank i of a process group gets the shard of rank `sources[i]`.
     - A reduce leaves the result on rank `root` of each process group.
-    - A transfer moves a tensor that is not partial to another mesh, by the routes of `blocks`.
-    - A permute_shards, reduce or transfer has a `target`, the result type, because the other attributes do not determine this type.
+    - A transfer moves a tensor to another mesh, by the routes of `blocks`.
+    - `target` is the result type of a permute_shards, reduce or transfer. For other kinds, the attributes determine the type.
     """
 
     kind: str
@@ -41,12 +41,11 @@ class ReshardStep:
     to: int | None = None
     reduction: str = ""
     root: int | None = None
-    sources: tuple[int, ...] | None = None  # None in a plan: the types before and after determine them
+    sources: tuple[int, ...] | None = None  # None in a plan, where the types determine them
     target: TensorType | None = None
     blocks: Transfer | None = None  # None in a plan
 
     def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
-        """Op that applies this step to the value `source`."""
         sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
         axes = MeshAxes(self.axes) if self.axes else None
         reduction, blocks = self.reduction or None, transfer(type, result.type, mesh) if self.kind == "transfer" else None
@@ -60,11 +59,11 @@ class ReshardStep:
 
     @property
     def gains(self) -> int | None:
-        """Dim that gains the axes."""
+        """Dim that gains axes."""
         return self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
 
     def applied(self, type: TensorType, mesh: Mesh) -> TensorType:
-        """Type after the step. Raises Mismatch if the step does not apply to this type."""
+        """Type after the step. Raises Mismatch if the step does not fit the type."""
         on, partial, after, axes = type.mesh_in(mesh), type.partial, list(layout(type)), MeshAxes(self.axes)
         if self.kind != "transfer" and (not self.axes or len(set(self.axes) & dict(on.axes).keys()) < len(self.axes)):
             raise Mismatch(f"{axes} are not axes of {on}, each named once")
@@ -108,7 +107,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives. `share` is the amount that each rank holds before the step."""
+        """Amount of data that a rank receives, if each rank holds `share` before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -122,7 +121,7 @@ def step_of(op: Op) -> ReshardStep:
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The single step from one layout to another, or None."""
-    if source.mesh != target.mesh and source.partial:  # a reduction to one rank of each process group
+    if source.mesh != target.mesh and source.partial:
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
         return None if target.partial else ReshardStep("transfer", target=target)
@@ -134,7 +133,8 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another that move the fewest bytes.
 
-    Ties prefer fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if no sequence of steps exists.
+    If several move equal bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if there is
+    no sequence.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
@@ -152,16 +152,15 @@ def is_in_zigzag(type: TensorType) -> bool:
 
 
 def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
-    """Dims whose axes differ between the types, and are a zigzag in at least one type."""
+    """Dims whose axes differ, with a zigzag in at least one of the types."""
     pairs = enumerate(zip(layout(source), layout(target), strict=True))
     return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into reshards without zigzag, as pairs of types. There are two pairs if a dim changes to or from zigzag, otherwise
-    one pair.
+    """Splits a reshard into reshards without zigzag, as pairs of types: two pairs if a dim changes to or from zigzag, otherwise one.
 
-    Between the two reshards, each rank holds the whole dim, and reorders the pieces. In the pairs, plain axes replace these zigzag axes,
+    Between the two reshards, each rank has the whole dim, and reorders the pieces. The types have plain axes in place of zigzag axes,
     because a reshard treats the two pieces of a rank as one shard.
     """
     changed = zigzag_changes(source, target)
@@ -201,7 +200,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # tie-breaker, because types cannot be compared
+            found += 1  # unique, because types cannot be compared
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
@@ -212,8 +211,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Yields the reductions of a partial value to one rank of each process group. The result has the target's type if the ranks and their
-    shards match. Otherwise the result is on a mesh of the receiving ranks, without the reduced axes."""
+    """Yields reductions of a partial value to one rank of each process group. The result has the target's type if the ranks and their
+    shards match, otherwise a mesh of the receiving ranks."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -230,22 +229,22 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
         return None
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
-    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups that reduce equal shards
+    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))
     plans: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
         reduced = first.target or first.applied(source, program)
         after = transfer(reduced, target, program)
         steps = (first, *((ReshardStep("transfer", target=target),) if reduced != target else ()))
-        here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in units of the tensor's size
+        here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # unit: the tensor's size
         moved = here + after.share(reduced.mesh_in(program).size_of(reduced.axes))
         plans.append((moved, 1 + bool(after.moved), len(plans), steps))
     return min(plans)[-1]
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which the partial value can be reduce-scattered before a transfer. The new number of shards must divide an int size. For a
-    symbolic size, the new number must divide the number of shards in the target."""
+    """Dims along which a partial value can be reduce-scattered before a transfer. The new number of shards must divide the size or, if that
+    is symbolic, the number of shards in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return
@@ -256,7 +255,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 
 
 def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
-    """Bytes that a rank receives during a reshard on one mesh, and the number of collectives."""
+    """Bytes that a rank receives in a reshard on one mesh, and the number of collectives."""
     moved, count = Fraction(0), 0
     for now, end in in_rank_order(source, target):
         for step in plan(now, end, mesh, sizes, None):
@@ -267,7 +266,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
-    """Typical local size of each dim. A symbol that is not in `sizes` counts as 4096."""
+    """Typical local size of each dim. Unknown symbols count as 4096."""
 
     def typical(size: Size) -> Fraction:
         return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
@@ -285,12 +284,13 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions have only an all_reduce
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions can only be all-reduced
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. Uneven shards cannot, because blocks would differ from those of one split."""
+        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ from those of one
+        split."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -322,7 +322,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Yields permutations of the ranks' shards that lead to the target's layout, or reorder the axes of one dim."""
+    """Yields permutations of shards that lead to the target's layout, or reorder the axes of one dim."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
@@ -335,7 +335,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """Source of each rank's new shard, as an index in the process group. A rank that has its new shard is its own source."""
+    """Rank in the process group from which each rank gets its new shard: the rank itself if it has this shard already."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):
@@ -345,6 +345,6 @@ def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) 
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
-    """Shard indices of the ranks in the first process group along `axes`, in the group's order."""
+    """Shard indices of the ranks of the first process group along `axes`."""
     mesh = type.mesh_in(program)
     return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

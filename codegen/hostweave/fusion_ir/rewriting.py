@@ -1,4 +1,4 @@
-"""Helpers for passes over fusions: unique names, consumers, dead code elimination, and functions."""
+"""Helpers for passes over fusions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,6 @@ class FreshNames:
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Keeps the ops on which an output depends."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:
@@ -33,14 +32,14 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an elementwise op with C++ for one element, whose result is unsharded, outside of loops and on this mesh."""
+    """True for an elementwise op that a kernel computes, if its result is unsharded, in no loop and on the program's mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
-    """Uses of each value: the op, or None for a use as a result."""
+    """Uses of each value: ops, and None for a use as a result."""
     result: dict[str, list[Op | None]] = {name: [] for name in fusion.values()}
     for op in fusion.ops:
         for name in op.tensors:
@@ -51,7 +50,7 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
-    """Reorders the body to `ops`, its ops or replacements of them. A loop moves to the position of its first op."""
+    """Reorders the body to `ops`. A loop moves to the position of its first op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
     return replaced(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
@@ -73,7 +72,7 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs to the front of the program, so that these views do not separate ops of a loop."""
+    """Moves views of inputs to the front, so that they do not separate ops of a loop."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
@@ -86,7 +85,7 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
 
 
 def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
-    """Applies `apply` to every function of a fusion, callees first, then to the fusion. Callers get the rewritten callees."""
+    """Applies `apply` to every function, callees first, then to the fusion. Callers get the rewritten callees."""
     done: dict[str, Fusion] = {}
 
     def linked(item: Op | ChunkLoop) -> Op | ChunkLoop:
@@ -113,7 +112,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return replace(body, inputs=inputs, body=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
-        """Attributes with ints for known sizes. An index from the end becomes one from the start if the dim's size is an int."""
+        """Replaces known sizes by ints and, if the dim's size is an int, an index from the end by one from the start."""
         made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
         if first := {"select": INDEX, "slice": START}.get(op.kind):
             size = types[op.tensors[0]].shape[op[AXIS]]
@@ -130,7 +129,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
-    """The traced program on another mesh with the same axes. Raises ProgramError if a tensor is on a mesh that names ranks by number."""
+    """The traced program on another mesh with the same axes. Raises ProgramError if a tensor names ranks by number."""
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
@@ -148,7 +147,7 @@ def needs_ranks(fusion: Fusion) -> str:
 
 
 def on_one_device(fusion: Fusion) -> Fusion:
-    """The same math on global tensors: no shardings, copies in place of reshards, and no chunk loops."""
+    """The same math on global tensors: copies in place of reshards, without shardings and loops."""
 
     def unsharded(value: Value) -> Value:
         dims = tuple(Dim(dim.size) for dim in value.type.dims)

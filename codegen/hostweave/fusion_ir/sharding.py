@@ -1,4 +1,4 @@
-"""Propagation of shardings through an op, derived from its index map."""
+"""Propagates shardings through an op by its index map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,17 +33,17 @@ def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Relation between the layouts of an op's operands and result. `result` follows from the operands' shardings. `reduced` maps each
-    reduced label to its mesh axes, over which the result is partial."""
+    """Layouts of an op's operands and result. `result` follows from the operands. `reduced` maps reduced labels to their mesh axes, over
+    which the result is partial."""
 
     indices: IndexMap
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # layouts that a stated rule requires of the operands, as for a function
+    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if they are stated, as for a function
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if dim `dim` of the result can be split like `wanted`, by a split of all operands' dims with the same label."""
+        """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
@@ -55,30 +55,30 @@ class ShardingRule:
         return tuple(axis for axes in self.reduced.values() for axis in axes)
 
     def operands(self, result: Layout) -> tuple[Layout, ...]:
-        """Layouts that the op needs of its operands to produce layout `result`. Partial axes must not split the result."""
+        """Layouts of operands from which the op computes the layout `result`. Partial axes must not split the result."""
         if self.taken is not None:
             return self.taken
         axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """Layout of the result before the reduction of its partial sum, if the final layout is `result`."""
+        """Layout before the reduction of the partial sum, if `result` is the layout after it."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
-    """Derives the sharding rule of an op. `mesh` is the program's mesh.
+    """Derives the sharding rule of an op on the program's mesh.
 
-    If a mesh axis splits dims of different labels, labels of the result take precedence over reduced labels. Among labels of the result,
-    earlier operands take precedence over later operands. If the op has `last_is_first`, later operands take precedence.
+    If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Then earlier operands take
+    precedence, or later ones if the op has `last_is_first`.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
     if definition.stated:
         result_type, taken = definition.stated(operands, op)
         return ShardingRule(indices, shapes, layout(result_type), {}, tuple(map(layout, taken)))
-    if not any(type.axes for type in operands):  # the usual case on one rank
+    if not any(type.axes for type in operands):  # fast path
         return ShardingRule(indices, shapes, ((),) * len(indices.result), {})
     kept = {label: dim.size for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
@@ -121,19 +121,19 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if `axes` can split the dims of a label. Zigzag axes cannot split `unwalked` or `blocks`, which need contiguous shards."""
+    """True if `axes` can split the dims of a label. `unwalked` and `blocks` need contiguous shards, so zigzag axes cannot split them."""
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other` of the same label can be split like `dim`. Sizes do not matter in `blocks`: a rank has one block."""
+    """True if `other` of the same label can be split like `dim`. A dim in `blocks` may have any size, because a rank has one block."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Reduction over ranks that the result still needs: over axes of reduced dims, and over axes of partial operands. Raises ProgramError
-    if there is no single such reduction."""
+    """Reduction that the result still needs, over axes of reduced dims and of partial operands. Raises ProgramError if one reduction does
+    not suffice."""
     own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
     if not passed:
@@ -148,7 +148,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op can be applied to the terms of its partial operands before the terms are summed, without additional rounding."""
+    """True if the op can be applied to the terms of partial operands before their sum, without more rounding."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype
@@ -163,13 +163,13 @@ def partial_axes(type: TensorType) -> Axes:
 
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
-    """True if `axes` split the dim evenly. A symbolic size counts as even."""
+    """True if `axes` split the dim evenly, or if its size is symbolic."""
     return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if the axes of `dim` split `other` in proportion. Unless the sizes are equal, the axes must split each of the two dims evenly.
-    In zigzag, a symbolic size of `other` must be a multiple of the size of `dim`."""
+    """True if the axes of `dim` split `other` in proportion: if the sizes are equal, or the axes split both dims evenly. In zigzag, a
+    symbolic `other` must be a multiple of `dim`."""
     if dim.size == other.size:
         return True
     if isinstance(dim.axes, Zigzag) and not other.size.is_int:

@@ -1,4 +1,4 @@
-"""Parser of fusions: `parse_fusion(str(f)) == f`. The ops of kernels in the host IR have the same text, one op per line."""
+"""Parser of fusions: `parse_fusion(str(f)) == f`. Also parses the ops of kernels in the host IR."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -97,7 +97,7 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """Parses one op. `known` has the names that may be operands, or is None for any. `functions` and `user_kernels` may be named."""
+    """Parses an op. `known` has the names that operands may have, or is None for any."""
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")

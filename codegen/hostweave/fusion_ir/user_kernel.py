@@ -1,4 +1,4 @@
-"""User kernels in CUDA C++: arguments, launch configuration, and their text in both IRs.
+"""User kernels in CUDA C++, and their text in both IRs.
 
     user_kernel @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
       "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"
@@ -6,7 +6,7 @@
       "}"
     }
 
-`} cpu {` and a function for the CPU target may follow. A kernel works on the local tensors of one rank.
+`} cpu {` and a function for the CPU target may follow.
 """
 
 import json
@@ -40,7 +40,7 @@ class KernelArgument:
 
 @dataclass(frozen=True)
 class UserKernel:
-    """A kernel that the user wrote. The number of thread blocks is the product of the local sizes of `grid`, divided by `per` and rounded
+    """A kernel that the user wrote. The number of thread blocks is the product of the local sizes of `grid`, divided by `per`, and rounded
     up."""
 
     name: str
@@ -51,7 +51,7 @@ class UserKernel:
     block: int  # threads per block
     lines: tuple[str, ...]
     cpu: tuple[str, ...] = ()  # function for the CPU target, if it differs
-    location: Location | None = field(default=None, compare=False)  # location of the first line of `lines`
+    location: Location | None = field(default=None, compare=False)  # location of the first line
     cpu_location: Location | None = field(default=None, compare=False)
 
     @property
@@ -75,7 +75,7 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Raises ProgramError if the source uses GPU features and has no function for the CPU target, which runs one thread."""
+    """Raises ProgramError if the source uses threads of a GPU, and has no function for the CPU target."""
     if kernel.cpu:
         return
     for number, line in enumerate(kernel.lines):
@@ -93,7 +93,7 @@ def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """Number of elements of a launch: the product of the local sizes of `grid`."""
+    """Product of the local sizes of `grid`."""
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
@@ -101,7 +101,6 @@ def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def print_user_kernel(kernel: UserKernel) -> list[str]:
-    """Lines of a kernel's text. Each line of C++ is one string literal."""
     per = f" by {kernel.per}" if kernel.per != 1 else ""
     head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"
     lines = [f"{head} grid({', '.join(map(str, kernel.grid))}{per}) block({kernel.block}) {{", *_quoted(kernel.lines), "}"]

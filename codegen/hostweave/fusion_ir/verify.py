@@ -1,4 +1,4 @@
-"""Verifies fusions: before the first pass, and after each fusion pass that changed the fusion or adds rules."""
+"""Verifies fusions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Levels of strictness. "input": the rules of a traced fusion. Other levels add the rules that hold after the pass of the same name.
+# Levels of strictness. "input" is for traced fusions. Each further level adds rules that hold after the pass of this name.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
 # Examples of required attributes, for error messages.
@@ -65,7 +65,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
-    """Verifies an op, and defines the op's result. Skips the verification if the op has passed with equal operand types and context."""
+    """Verifies an op, unless it has passed with equal operand types and context, and defines its result."""
     passed = verify, [types.get(name) for name in op.tensors], context
     if op.__dict__.get("_passed") != passed:
         verify(op, types, *context)
@@ -177,7 +177,7 @@ def _verify_further_results(body: Fusion) -> None:
             raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
-            if wanted != replace(op.result.type, mesh=None):  # the kernel's outputs are on the mesh of its operands
+            if wanted != replace(op.result.type, mesh=None):  # outputs are on the mesh of the operands
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
@@ -296,7 +296,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        if level < LEVELS.index("insert_reshards"):  # shardings are not final before this pass
+        if level < LEVELS.index("insert_reshards"):  # shardings are not final before
             given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
         if not given.fills(wanted):
             why = f"the result %{name} is {given}, but the donated input %{into} is {wanted}"

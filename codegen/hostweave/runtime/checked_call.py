@@ -26,18 +26,18 @@ _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
 @dataclass(frozen=True)
 class BoundTable:
-    """Checked inputs that a program has bound on a rank, with an empty slot for each input that calls pass."""
+    """Checked inputs that are bound on a rank."""
 
     library: ArrayLibrary | None  # library of the first array on this rank
-    shapes: tuple[Shape | None, ...]  # shape of each input; None if calls pass the input
+    shapes: tuple[Shape | None, ...]  # None for an input that calls pass
     spans: tuple[Span, ...]
-    digest: str  # digest of the bound inputs; "" if nothing is bound
+    digest: str  # digest of the bound inputs, or ""
     native: Any
-    # keys of all arrays -> checked arguments of an earlier call
+    # keys of arrays -> checked arguments of an earlier call
     checked_calls: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """Shapes of all inputs, given the shapes of the arrays that the call passes."""
+        """Shapes of all inputs: those that are bound, and `shapes`, which the call passes."""
         rest = iter(shapes)
         return tuple(next(rest) if shape is None else shape for shape in self.shapes)
 
@@ -50,12 +50,12 @@ class CheckedCall:
     library: ArrayLibrary | None  # library of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    sizes: tuple[tuple[str, int], ...]  # global sizes that the caller passes by sizes=
+    sizes: tuple[tuple[str, int], ...]  # sizes= of the caller
     stream: int  # cudaStream_t
     out: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses and local shapes of the arrays of out=
-    donated: tuple[int, ...]  # for each output the address of the donated input, or 0
+    donated: tuple[int, ...]  # for each output, the address of the donated input or 0
     spans: tuple[Span, ...]  # memory of inputs and of outputs that the caller passes
-    windows: tuple[WindowPosition, ...]  # positions of the arguments that the program declares to be in windows
+    windows: tuple[WindowPosition, ...]  # positions of the arguments that `Options.windows` names
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -63,8 +63,8 @@ class CheckedCall:
 
 
 class Arguments:
-    """Checks the arrays that a program takes on a rank. Each array must fit its parameter, the shapes must be consistent, and an array that
-    is written must not overlap another array."""
+    """Checks the arrays of calls on a rank. Arrays must fit their parameters, shapes must be consistent, and a written array must not
+    overlap another."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Arguments:
         verifies_calls: bool,
         windows: Windows,
     ):
-        """`native_table` creates the native part of a BoundTable. With `verifies_calls`, ranks compare shapes before every call."""
+        """With `verifies_calls`, ranks compare shapes before every call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
-        # the two latest sets of arguments, of this rank or of all ranks, that are known not to overlap
+        # two latest sets of arguments that do not overlap, of this rank or of all ranks
         self._disjoint: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)
         self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
 
     def check_call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> CheckedCall:
-        """Checks the arrays of a call. Arrays with the keys (`ArrayLibrary.state`) of an earlier call are not checked again."""
+        """Checks the arrays of a call. Arrays that have the keys of an earlier call are not checked again (`ArrayLibrary.state`)."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
@@ -110,7 +110,6 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> CheckedCall:
-        """Checks each array of a call, and that no written array overlaps another array."""
         name = self._host.name
         expect_count(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -157,7 +156,7 @@ class Arguments:
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
-        """True if a rank has a block of an input or output. By default `rank` is this rank."""
+        """True if `rank`, by default this rank, has a block of the parameter."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
@@ -204,10 +203,10 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
-        """Refuses an output array or a donated input that overlaps another argument, because the write would change that argument."""
+        """Raises ArgumentError if a written array overlaps another argument."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # spans with the largest end among earlier spans, and among earlier written spans
+        last = last_written = Span(0, 0, 0, "", False)  # largest end so far, among all spans and among written spans
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -229,8 +228,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs, or None. The shapes are computed if the caller passes sizes. They are also computed if some
-        arguments exist only on some ranks, and the ranks do not exchange shapes."""
+        """Shapes of the global inputs. None if the caller passes no sizes, unless some arguments exist only on some ranks and the ranks do
+        not exchange shapes."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)
@@ -252,8 +251,8 @@ class Arguments:
         return global_shapes
 
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
-        """Shapes of the global inputs, computed from global sizes that the caller passes and from local shapes. A local shape is None if
-        there is no array yet. Sharded dims are assumed to be even if the caller passes no sizes or some shape is None."""
+        """Shapes of the global inputs, from global sizes and local shapes. A local shape is None if there is no array yet. Sharded dims are
+        assumed to be even if there are no sizes, or if a shape is None."""
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
         infers = not sizes or None in shapes  # a call that passes sizes must pass the sizes of all sharded dims
         for parameter, shape in pairs:
@@ -278,5 +277,5 @@ class Arguments:
 
 
 def addresses_and_shapes(arrays: Sequence[MadeOutput]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
-    """Addresses and shapes of a rank's arrays: 0 and () for an array that the rank does not have."""
+    """Addresses and shapes of a rank's arrays, with 0 and () for missing arrays."""
     return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)

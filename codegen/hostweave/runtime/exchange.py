@@ -1,7 +1,6 @@
-"""Exchanges of records between ranks, on the host: each rank contributes a record, and gets the records of all ranks.
+"""Exchanges of records between ranks: each rank contributes a record, and gets the records of all ranks.
 
-If one rank reports a failure, the other ranks stop waiting. Most records are signatures of calls. Ranks compare the signatures, to check
-that all ranks are about to make the same call.
+Most records are signatures of calls. The ranks compare signatures to check that all are about to make the same call.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 from hostweave.types.tensor import Shape
 
 _POLL_SECONDS = 0.25  # seconds between two checks for a failure of another rank
-_LEFT_PREFIX = "-1 left"  # begins the record of a rank that has left; the number of calls of this rank follows
+_LEFT_PREFIX = "-1 left"  # followed by the number of calls of the rank that has left
 
 
 class PeerLost(Exception):
@@ -32,21 +31,21 @@ class Failed(Exception):
 
 
 class Exchange:
-    """One rank's access to the exchanges of its group. If an exchange fails, the group cannot be used again. This base class is for ranks
-    that cannot exchange messages. It assumes that all ranks contribute the same record."""
+    """One rank's access to the exchanges of its group. This base class is for ranks that cannot exchange messages; it assumes that all
+    records are equal."""
 
-    blocks_on_failure = False  # True if `failure` returns as soon as a rank reports a failure, False if `failure` polls or only sleeps
+    blocks_on_failure = False  # True if `failure` returns at once when a rank reports a failure
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
-        self.number = 0  # number of exchanges that this rank has joined
+        self.number = 0  # exchanges that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
         """Returns the records of all ranks. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed or left."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
-        """Reports to the other ranks that the group has failed. Only the first reason is kept."""
+        """Tells the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
         """Tells the other ranks not to wait for this rank after its first `calls` calls."""
@@ -56,19 +55,19 @@ class Exchange:
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
-        """Reason for the group's failure, as some rank has reported it. None if no rank reports a failure within `timeout` seconds."""
+        """Reason for the group's failure, or None if no rank reports a failure within `timeout` seconds."""
         time.sleep(timeout)
         return None
 
     def announce(self, text: str) -> None:
-        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange."""
+        """Tells the watchdogs of the other ranks that this rank is about to join the next exchange."""
 
     def announced(self) -> tuple[int, str] | None:
-        """Number of the exchange that was announced last, and the text of the announcement. None if no exchange was announced."""
+        """Number of the exchange that was announced last, and the text of the announcement, or None."""
         return None
 
     def publish_position(self, text: str) -> None:
-        """Publishes the position of this rank in its calls. Other ranks report the position if a call hangs."""
+        """Publishes this rank's position in its calls, for reports of a call that hangs."""
 
     def gather_positions(self, timeout: float = 0) -> list[str | None]:
         """Positions of all ranks, None if unknown. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
@@ -76,7 +75,7 @@ class Exchange:
 
 
 class StoreExchange(Exchange):
-    """Exchanges through a store. All exchanges use the same keys, so that the store does not grow."""
+    """Exchanges through a store. Keys are reused, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
@@ -84,7 +83,7 @@ class StoreExchange(Exchange):
         self.blocks_on_failure = isinstance(store, TcpStore | MemoryStore)
 
     def last_wills(self) -> dict[str, str]:
-        """Values that the store sets if the process of this rank ends without calling `leave`."""
+        """Values that the store sets if the process of this rank ends without `leave`."""
         reason = f"rank {self._rank}: its process has ended"
         return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
 
@@ -185,10 +184,10 @@ class ThreadTable:
         self.records: dict[int, str] = {}  # rank -> record in the current exchange
         self.result: list[str] = []  # records of the last exchange, by rank
         self.left: dict[int, int] = {}  # rank that has left -> number of its calls
-        self.timed_out_ranks: list[int] = []  # ranks that were absent when the first rank timed out; all waiting ranks then time out
+        self.timed_out_ranks: list[int] = []  # ranks that were absent when a rank timed out; all waiting ranks then time out too
         self.failure: str | None = None
         self.positions: list[str | None] = [None] * len(self.threads)
-        self.position_functions: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
+        self.position_functions: dict[int, Callable[[], str | None]] = {}  # by rank
 
     def fail(self, reason: str) -> None:
         with self.changed:
@@ -293,15 +292,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A rank's next step, such as a call of a program or of `group.split`. `error` says why the rank cannot take it."""
+    """Next step of a rank, such as a call of a program or of `group.split`. `error` says why the rank cannot take the step."""
 
     program: str
     mesh: str
     digest: str  # hash of all that determines the program
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
-    spans: tuple[Span, ...] = ()  # addresses of the rank's arguments, if ranks are threads of one process
+    spans: tuple[Span, ...] = ()  # memory of the rank's arguments, if ranks are threads
     error: str = ""
-    bound: str = ""  # for a call: digest of the bound inputs, which are not in `shapes` and `spans`; for other steps: the rank's record
+    bound: str = ""  # for a call: digest of the bound inputs; for other steps: the rank's record
     windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
     call: int = 0  # number of the call whose sizes are compared
 
@@ -322,7 +321,7 @@ class CallSignature:
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:
-    """Describes the first error of a rank, or the first difference between a rank and rank 0. None if all ranks can continue."""
+    """Describes the first error of a rank, or the first difference from rank 0. None if all ranks can continue."""
     first = signatures[0]
     for rank, signature in enumerate(signatures):
         if signature.error:

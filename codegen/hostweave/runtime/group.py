@@ -65,12 +65,11 @@ def init(
     call_timeout: float = CALL_TIMEOUT,
     device: int | None = None,
 ) -> Group:
-    """Makes this process a rank of a group, in which programs can be called. With `hw.Threads`, the current thread becomes the rank.
+    """Makes this process a rank of a group, so that it can call programs. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks must call `init`, which returns when all ranks have joined. If the process or thread is already in the group, that group is
-    returned. A group that has failed is replaced by a new group. `provider` gives the rank, and the store through which the ranks exchange
-    messages. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the only
-    rank.
+    All ranks must call `init`, which returns when all ranks have joined. Returns the existing group if the process or thread is already in
+    it, and a new group if that group has failed. `provider` gives the rank, and a store for messages between ranks. By default the
+    environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the only rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. The default is the local rank modulo the number of visible GPUs.
@@ -142,7 +141,7 @@ class Group(FallibleGroup):
         device: int | None,
         has_watchdog: bool = True,
     ):
-        """If `has_watchdog` is False, the creator of the group has to detect hangs and failures of other ranks."""
+        """Without `has_watchdog`, the creator of the group must detect hangs and failures of other ranks."""
         super().__init__(name, rank, count, call_timeout)
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
@@ -175,7 +174,7 @@ class Group(FallibleGroup):
 
     @property
     def can_exchange(self) -> bool:
-        """True if ranks can exchange messages. False if the application provides only communicators (`hw.Communicators`)."""
+        """True if ranks can exchange messages. False for `hw.Communicators`."""
         return type(self.exchange) is not Exchange
 
     @property
@@ -184,8 +183,8 @@ class Group(FallibleGroup):
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
-        """Raises ExecutionError if the group has failed or is closed. A call on CUDA returns before its work has run, so synchronize the
-        stream before you call `check`."""
+        """Raises ExecutionError if the group has failed or is closed. On CUDA, synchronize the stream first, because a call returns before
+        its work has run."""
         if not self._failure and (reason := self._known_failure()):
             self.abort(reason)
         self.expect_working()
@@ -193,13 +192,12 @@ class Group(FallibleGroup):
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by their rank in this group.
 
-        All ranks of the group must call `split`. A rank that passes color None gets None. `program(x, group=part)` calls a program in a new
-        group. Several groups can work at the same time. A new group has separate channels, and fails independently of this group. Closing
-        this group also closes the new group.
+        All ranks of the group must call `split`. A rank that passes color None gets None. `program(x, group=part)` calls a program in the
+        new group `part`. Several groups can work at the same time. If one group fails, the others still work. Closing this group also
+        closes its parts.
 
-        Raises ArgumentError if `color` is neither an int nor None, or if `key` is not an int. Raises ArgumentError in a group of
-        `hw.Communicators`, because its ranks cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank
-        makes a different call or is late.
+        Raises ArgumentError if `color` is neither an int nor None, if `key` is not an int, or in a group of `hw.Communicators`. Raises
+        ExecutionError if the group has failed, or if another rank makes a different call or is late.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
@@ -225,20 +223,20 @@ class Group(FallibleGroup):
         return created
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
-        """Allocates a contiguous, uninitialised array of this rank in a window. The other ranks can access that memory directly.
+        """Allocates a contiguous, uninitialised array in memory that the other ranks can access directly (a window).
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
-        transports peer and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other
-        arrays are copied. If an argument is in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays
-        at equal offsets. The program is compiled again if a call has a new set of arguments in windows.
+        transports peer and one_sided, ranks read and write arrays in windows in place, and copy other arrays. If an argument is in a
+        window, all ranks must pass arrays from the same call of `empty`, or parts of these arrays at equal offsets. The program is compiled
+        again for each new set of arguments in windows.
 
-        On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
-        the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
-        with the last array that uses it. After `close`, only this rank can access the array.
+        On the CPU target, the result is a NumPy array; bf16 and f8 have dtypes of `ml_dtypes`, which DLPack does not support. On CUDA, the
+        result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB. After `close`,
+        only this rank can access the array.
 
         Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators` with several ranks. Raises
-        ExecutionError if the ranks cannot share memory, for example on several hosts. Raises ExecutionError if the group has failed, if
-        another rank makes a different call or is late, or if memory runs out.
+        ExecutionError if the ranks cannot share memory, for example on several hosts. Also raises ExecutionError if the group has failed,
+        if another rank makes a different call or is late, or if memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
@@ -264,7 +262,7 @@ class Group(FallibleGroup):
         return windows.array(memory, module, size, shape, dtype, on.device_of_arrays(member))
 
     def close(self) -> None:
-        """Frees this rank's devices and channels. Afterwards no program can be called in the group."""
+        """Frees this rank's devices and channels. The group cannot be used afterwards."""
         with self._lock:
             if self.closed:
                 return
@@ -284,7 +282,7 @@ class Group(FallibleGroup):
         self.exchange.leave(self._calls)
 
     def leave_to_parent(self) -> None:
-        """Marks the group as unusable in a process that was forked from the rank's process."""
+        """Marks the group as unusable in a forked child of the rank's process."""
         self._lock, self.calling = threading.RLock(), threading.RLock()
         self.closed = True
         self._failure = "this process was forked from the rank's process"
@@ -293,8 +291,7 @@ class Group(FallibleGroup):
     # --- used by programs on this rank
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """Returns the native object of this rank for the target. The first module that asks creates the object, and all programs share
-        it."""
+        """Returns the native object of this rank for the target. All programs share this object."""
         native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:
@@ -307,9 +304,9 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Exchanges and compares the signatures of all ranks. A signature says what a rank is about to do. Returns the signatures by rank.
+        """Exchanges and compares the signatures of all ranks. Returns the signatures by rank.
 
-        If `error` is given, raises `error` after the exchange. If another rank fails or times out, `waits_for` is appended to the message.
+        If `error` is given, raises it after the exchange. If another rank fails or times out, the message ends with `waits_for`.
         """
         records = self._gather(str(signature), timeout, f"{signature.program}: ", waits_for)
         if error:
@@ -320,11 +317,10 @@ class Group(FallibleGroup):
         return signatures
 
     def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """Returns True if all ranks pass the same value. Compares in shared memory of the host. Returns None if the ranks have no shared
-        memory.
+        """Returns True if all ranks pass the same value, and None if the ranks have no shared memory. Collective.
 
-        All ranks must call this method, and all get the same result. If a rank does not arrive at once, `announce` is called. If the group
-        fails, or a rank does not arrive within `call_timeout`, `waits_for` is appended to the message.
+        Calls `announce` if a rank does not arrive at once. If the group fails, or a rank does not arrive within `call_timeout`, the message
+        ends with `waits_for`.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -370,15 +366,12 @@ class Group(FallibleGroup):
         return (barrier if all_have else None,)
 
     def all_true(self, value: bool) -> bool:
-        """Returns True on all ranks if all ranks pass True, otherwise False on all ranks. Collective."""
+        """Returns True if all ranks pass True. Collective."""
         return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
-        """Returns the records of all ranks. Fails the group if a rank fails or times out, or if the wait is interrupted.
-
-        If another rank fails or times out, the error begins with `where` and ends with `waits_for`. If the store does not answer, the error
-        comes at most a second after the timeout.
-        """
+        """Returns the records of all ranks. If a rank fails or times out, fails the group, and raises an error from `where` to `waits_for`.
+        If the store does not answer, the error comes at most a second after the timeout."""
         gather = partial(self.exchange.gather, record, timeout)
         try:
             return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
@@ -391,7 +384,7 @@ class Group(FallibleGroup):
             raise
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
-        """Returns the module's program on this rank. Creates the channels that the program needs and the rank lacks. Collective."""
+        """Returns the module's program on this rank. Creates channels that the rank lacks. Collective."""
 
         def connect() -> Any:
             if self._communicators is not None:
@@ -405,8 +398,7 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
-        """Creates the channel through which all ranks share memory. Returns "", or the reason why they cannot share memory. The result is
-        the same on all ranks."""
+        """Creates the channel through which all ranks share memory. Returns "", or on all ranks the reason why sharing is impossible."""
 
         def connect() -> str:
             id = module.new_peer_id(member) if self.rank == 0 else None
@@ -417,15 +409,15 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def waiting(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which may wait for other ranks in native code. Ctrl-C fails the group, which ends the wait."""
+        """Runs `work`, which may wait for other ranks in native code. Ctrl-C ends the wait, because it fails the group."""
         return interruptibly(work, self.interrupted) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Like `run`, for a call that returns only after all ranks have made the call."""
+        """Like `run`, for a call that waits for the other ranks."""
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Makes a call that all ranks make. If the call raises an error other than CaptureError, the group fails on all ranks."""
+        """Makes a call that all ranks make. An error other than CaptureError fails the group on all ranks."""
         self._calls += 1
         try:
             with native_calls:
@@ -449,7 +441,7 @@ class Group(FallibleGroup):
             return of_threads
         exchange = StoreExchange(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            # if the process of rank 0 is stopped, requests fail at most SEND_TIMEOUT after the timeout of a call
+            # Requests then fail at most SEND_TIMEOUT after the timeout of a call, even if the process of rank 0 is stopped.
             store.answer_timeout = min(store.answer_timeout, self.call_timeout + SEND_TIMEOUT)
             for key, reason in exchange.last_wills().items():
                 store.on_disconnect(key, reason.encode())
@@ -478,7 +470,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The child must not announce that the rank leaves: the parent is still the rank."""
+    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not announce that the rank leaves."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
@@ -500,7 +492,7 @@ def _close_all() -> None:
 
 
 def _ended_by() -> str | None:
-    """The exception that ends this process, or None. Also None at an interactive prompt, where the user has already seen the exception."""
+    """The exception that ends this process, or None. Also None at an interactive prompt, because the user has seen the exception."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # multiprocessing runs exit handlers while the exception propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None

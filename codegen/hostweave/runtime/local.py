@@ -35,11 +35,11 @@ from hostweave.types.tensor import Shape, block_shape, holds
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
-_build_lock = reset_after_fork(threading.Lock())  # ranks that are threads request the module at the same time
+_build_lock = reset_after_fork(threading.Lock())  # ranks that are threads build at the same time
 
 
 class LocalProgram:
-    """A program that is ready to run on this rank. All ranks create the program together."""
+    """A program that is ready to run on this rank. Collective."""
 
     def __init__(
         self,
@@ -52,11 +52,9 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module` builds and loads the native module at its first call. All variants of a program share the object `family`.
-
-        `lacks` names the library calls that this rank lacks, or is "". If a rank passes a non-empty text, no channel is created, and
-        `out_of_reach` is this text on all ranks.
-        """
+        """`module` builds and loads the native module at its first call. All variants of a program share the object `family`. `lacks` names
+        the library calls that this rank lacks, or is "". If it is not empty on a rank, `out_of_reach` is this text on all ranks, and no
+        channel is created."""
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
@@ -69,7 +67,7 @@ class LocalProgram:
         self._allocates = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
-        self._ready_for: Any = None  # key of the shapes that the native program is prepared for
+        self._ready_for: Any = None  # shapes for which the native program is prepared
         self._staged: Any = None  # native staged calls, for `Program.run`
         self._bound_spans: tuple[Span, ...] = ()  # memory of bound inputs on all ranks
         self._outputs: list[Shape] = []
@@ -92,20 +90,19 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
         self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
-        # Reason why this rank cannot run the program: library calls are missing, or memory of peers is not accessible. "" if it can.
+        # Reason why this rank cannot run the program, or "". Library calls are missing, or the memory of peers is out of reach.
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
-        self._exchanges_algorithms = True  # True if the ranks exchange measured algorithms when they make plans next
+        self._exchanges_algorithms = True  # True if the next plans need an exchange of measured algorithms
         self._compared: ComparedSizes | None = None
         if self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls):
             sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
-        # On the CPU target a call returns only after all ranks have made the call.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """Reason why this rank cannot access the memory of peers on some channel, or "". If the program has optional transports, all ranks
-        return the reason of the lowest rank that has a reason."""
+        """Reason why this rank cannot access the memory of peers, or "". With optional transports, all ranks return the reason of the first
+        rank that has one."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
@@ -113,7 +110,7 @@ class LocalProgram:
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
-        """Name of the program, number of calls made, number of calls done, and seconds since the start of the oldest unfinished call."""
+        """Name of the program, calls made, calls done, and seconds since the start of the oldest unfinished call."""
         native = self.native
         return self.host.name, *(native.progress() if native else (0, 0, 0.0))
 
@@ -125,7 +122,6 @@ class LocalProgram:
         return position_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
-        """Frees the program's resources on this rank after the current call."""
         self._staged = self.native = self._member = None
         self.arguments.tables.clear()
 
@@ -201,15 +197,15 @@ class LocalProgram:
         return bool(self._ready_for == call.global_shapes())
 
     def prepare_for(self, call: GlobalCall) -> None:
-        """Prepares the program for the shapes of `call`. All ranks call this method at the same time."""
+        """Prepares the program for the shapes of `call`. Collective."""
         self._ready_for, shapes = None, [view.shape for view in call.inputs[self._group.rank]]
         with self._group.failing() if self.module.prepares_together else nullcontext(), self._measuring():
             self._open()[0].prepare(shapes, call.global_shapes(), 0)
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Stages prepared calls: allocates memory for them, and copies arrays from the GPUs of other ranks. Returns a function that passes
-        the staged calls to `work`. The rank's thread must call this function."""
+        """Allocates memory for prepared calls, and copies arrays from the GPUs of other ranks. Returns a function for the rank's thread,
+        which passes the staged calls to `work`."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
         staged.prepare([call.memory_blocks(self._group.rank) for call in calls])
@@ -256,7 +252,6 @@ class LocalProgram:
         return checked_call, outputs, addresses
 
     def _launch(self, checked_call: CheckedCall, *call: Any) -> None:
-        """Makes a call that all ranks make. The ranks have already compared the sizes of the call."""
         if self._compared:
             self._compared.begin(checked_call)
         try:
@@ -267,7 +262,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides if calls run as graphs from now on: all ranks must vote for graphs and be able to capture."""
+        """Runs calls as graphs from now on if all ranks vote for graphs and can capture."""
         unseen = native.unseen
         are_wanted = self._all_true(common.vote(unseen))
         agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))
@@ -286,7 +281,7 @@ class LocalProgram:
         return True
 
     def _results_for_caller(self, bound: BoundInputs, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
-        """Results for the caller. A result in a donated input is the caller's array, or a reshaped view of it if the shapes differ."""
+        """Results for the caller. A result in a donated input is the caller's array, reshaped if the shapes differ."""
         given = dict(zip((p.name for p in bound.unbound), arrays, strict=True))
         results = tuple(
             _reshaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
@@ -314,7 +309,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # before the comparison: if the sizes are refused, a variant without loops makes the call and compares
+        if changed:  # first, because another variant makes the call and compares sizes if this check refuses the sizes
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:
@@ -330,12 +325,12 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks. Skips the comparison if the shapes equal those of the last call."""
+        """Compares the sizes of a call with those of the other ranks, unless the shapes equal those of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._exchanges_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks a call with the other ranks. Exchanges shapes and bound addresses only if bindings or shapes have changed."""
+        """Checks a call with the other ranks."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -363,7 +358,7 @@ class LocalProgram:
         return checked_call
 
     def _agree(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
-        """Runs a step that may fail on some ranks, and exchanges the outcome. Afterwards either all ranks continue or all raise."""
+        """Runs a step that may fail on some ranks. Then either all ranks continue or all raise."""
         result, error = None, None
         try:
             result = step()
@@ -408,11 +403,8 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Context in which plans are made. In groups of processes, all ranks then use the algorithms that one rank has measured.
-
-        Ranks exchange algorithms when they first make plans and, if the program communicates, when all ranks prepare new sizes. If only
-        the arrays of this rank have changed, nothing is exchanged, because plans for known sizes measure nothing new.
-        """
+        """Context in which plans are made. In groups of processes, all ranks use the algorithms that one rank has measured. If only the
+        arrays of this rank have changed, the ranks exchange nothing, because plans for known sizes measure nothing new."""
         gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)
         alone = not self._exchanges_algorithms or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
@@ -431,7 +423,7 @@ class LocalProgram:
     # --- outputs
 
     def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
-        """Allocates outputs for the stream of the call. None for an output in a donated input, or one that this rank lacks."""
+        """Allocates the outputs. None for an output in a donated input, or without a block on this rank."""
         held, library = self._allocates, checked_call.library
         if library is None:
             if any(held):
@@ -469,12 +461,12 @@ def _shapes_of(checked_call: CheckedCall) -> object:
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall) -> CallSizes:
-    """Sizes of a call. Not a method, because a reference cycle would delay freeing the program."""
+    """Sizes of a call. Not a method, because a reference cycle would keep the program alive."""
     return CallSizes(checked_call.all_shapes, arguments.global_shapes(checked_call) or tuple(_even_shapes(host, checked_call.all_shapes)))
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the global arrays, computed as if the blocks of all ranks had these shapes. Dims with constant sizes need no inference."""
+    """Shapes of the global arrays if the blocks of all ranks have these shapes."""
     return [
         tuple(
             int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
@@ -485,7 +477,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
-    """Native stream of a call with these arrays, or 0 if the stream cannot be known before the arrays are checked."""
+    """Native stream of a call with these arrays, or 0 if it is not known before the arrays are checked."""
     try:
         if (handle := target.stream(stream)) is not None:
             return handle
@@ -499,7 +491,7 @@ def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
 
 
 def _first_communication(host: HostProgram) -> str:
-    """Text that names the first communication. A rank waits at this communication if other ranks do not arrive."""
+    """End of an error message: the first communication, at which a rank waits for the others."""
     instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
     if instruction is None:
         return ""

@@ -1,4 +1,4 @@
-"""Providers, which give a rank its index and the store of its group: one class for each way to start ranks."""
+"""Providers give `hw.init` the rank and a store. There is one class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 
 T = TypeVar("T")
 
-_servers: dict[str, TcpServer] = {}  # job -> its server, which runs in this process until the process ends
+_servers: dict[str, TcpServer] = {}  # job -> server in this process
 _servers_lock = reset_after_fork(threading.Lock())
-_JOIN_TIMEOUT = 10.0  # seconds that the threads of ranks get to end after an interrupt
+_JOIN_TIMEOUT = 10.0  # seconds for the threads of ranks to end after an interrupt
 MAX_THREADS = 1024
 
 
@@ -41,12 +41,12 @@ class Provider(Protocol):
         """Returns the store of the group, connected within `timeout` seconds, or None if the ranks have no store.
 
         A store has `set(key, bytes)` and `get(key, timeout)`. `get` blocks until the key is set, and raises TimeoutError after `timeout`
-        seconds. All ranks call this method each time a group is made.
+        seconds. All ranks call this method for each new group.
         """
 
 
 def _wait_for(queue: SimpleQueue[int]) -> None:
-    """Waits for an item. Polls, because otherwise a signal just before the wait would be handled only after the wait."""
+    """Waits for an item. Polls, because a signal that arrives just before a blocking wait would be handled only after the wait."""
     while True:
         try:
             queue.get(timeout=POLL_SECONDS)
@@ -59,8 +59,8 @@ class Threads:
     """Ranks that are `count` threads of this process. Call `hw.init` in every thread with the same `hw.Threads`, or let `run` start the
     threads.
 
-    A thread becomes the first free rank, and the rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1
-    or above 1024.
+    A thread becomes the first free rank. The rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1 or
+    above 1024.
 
     Example: `ranks = hw.Threads(8)`, then `ys = ranks.run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
@@ -90,12 +90,12 @@ class Threads:
         return self._store
 
     def table(self, epoch: str) -> ThreadTable:
-        """Shared state through which the threads of the group with this epoch exchange records."""
+        """Shared state of the group with this epoch."""
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Returns a provider for `ranks`, in this order. All of `ranks` get the same object."""
+        """Returns a provider for `ranks`, in this order: the same object for all of them."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -114,9 +114,9 @@ class Threads:
     @explains_shortages
     @checked
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Calls `function(rank)` in a new thread for every rank. Returns the results as a list, indexed by rank.
+        """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
 
-        If some calls raise, waits for all threads and then raises the first exception.
+        If calls raise, waits for all threads and raises the first exception.
         """
         results: list[Any] = [None] * self.count
         failures: list[BaseException] = []
@@ -153,7 +153,7 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Makes all ranks raise in their current wait or next call, and waits briefly for the threads to end."""
+        """Fails all ranks, and waits briefly for the threads to end."""
         self.fail(why)
         deadline = time.monotonic() + _JOIN_TIMEOUT
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -171,7 +171,7 @@ class KnownRank:
 
 
 class SplitProvider(KnownRank):
-    """Provider for some ranks of another provider, renumbered in the given order. The ranks are processes."""
+    """Provider for some ranks of another provider, in the given order. The ranks are processes."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
         self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
@@ -182,19 +182,19 @@ class SplitProvider(KnownRank):
 
 @checked_arguments
 class Environment:
-    """Ranks that are processes started by torchrun, mpirun or srun. Environment variables give the ranks, and rank 0 runs a TCP store.
+    """Ranks that are processes started by torchrun, mpirun or srun. Rank 0 runs a TCP store.
 
-    The store listens at HOSTWEAVE_BIND if that is set, otherwise at MASTER_ADDR. Without MASTER_ADDR, it listens at the first node of an
-    srun step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT, or by default a port that is computed from
-    MASTER_PORT or the job's name, never MASTER_PORT itself. Rank 0 and the other ranks authenticate each other with HOSTWEAVE_TOKEN.
-    `environ` replaces os.environ. Raises ArgumentError if variables are missing or invalid.
+    The store listens at HOSTWEAVE_BIND, by default at MASTER_ADDR. Without MASTER_ADDR, the store listens at the first node of an srun
+    step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT. The default port is computed from MASTER_PORT or the
+    job's name, and is never MASTER_PORT. HOSTWEAVE_TOKEN is a shared secret that authenticates the ranks. `environ` replaces os.environ.
+    Raises ArgumentError if variables are missing or invalid.
 
     Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
     """
 
     def __init__(self, environ: Environ | None = None):
         self._launch = LaunchedRank(os.environ if environ is None else environ)
-        self.local_rank = self._launch.local_rank  # index among the processes on this host; None if the launcher does not set the index
+        self.local_rank = self._launch.local_rank  # index among the processes on this host, or None if unknown
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return self._launch.rank, self._launch.count
@@ -210,10 +210,10 @@ class Environment:
 
 @checked_arguments
 class TorchStore(KnownRank):
-    """Ranks that are processes of torch.distributed. Uses only the default store of torch.distributed, or the given store.
+    """Ranks that are processes of torch.distributed. Only the store of torch.distributed is used.
 
-    Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises ArgumentError if
-    `store` is not a store of torch.distributed. Raises MissingPackage if PyTorch is not installed.
+    `store`, `rank` and `count` may replace those of the default process group. Raises ArgumentError if torch.distributed is not initialised
+    and one of the three is missing, or if `store` is not a store of torch.distributed. Raises MissingPackage if PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
@@ -260,8 +260,8 @@ class _PolledTorchStore:
 class MPI:
     """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
-    Rank 0 runs a TCP store. When all ranks call `hw.init`, MPI broadcasts the store's address and a random token. Raises MissingPackage if
-    `comm` is omitted and mpi4py is not installed. Raises ArgumentError if `comm` is not a communicator.
+    Rank 0 runs a TCP store. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is omitted and mpi4py is
+    not installed. Raises ArgumentError if `comm` is not a communicator.
 
     Example: `hw.init(hw.MPI())`.
     """
@@ -297,8 +297,8 @@ class MPI:
 class Communicators(KnownRank):
     """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` for a channel along two axes.
 
-    A pointer is an ncclComm_t as an int. The communicator must outlive the group. There is no store, so calls of the ranks are not
-    compared: the application must make sure that all ranks call the same programs.
+    A pointer is an ncclComm_t as an int. The communicator must outlive the group. There is no store, so the calls of the ranks are not
+    compared. The application must make sure that all ranks call the same programs.
 
     Example: `hw.init(hw.Communicators({"x": pointer}, rank, count))`.
     """
@@ -330,7 +330,7 @@ def default_provider() -> Provider:
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit. First waits a few seconds, so that slower ranks can read the last records."""
+    """Closes this process's stores at exit, after a few seconds in which slower ranks can read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
@@ -341,7 +341,7 @@ os.register_at_fork(after_in_child=_servers.clear)  # the parent's threads do no
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses at which other hosts, or processes of this host, may reach this process."""
+    """Names and addresses at which other processes may reach this process."""
     name = socket.gethostname()
     hosts = [name, socket.getfqdn()]
     with contextlib.suppress(OSError):

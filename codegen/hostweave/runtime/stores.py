@@ -1,8 +1,7 @@
 """Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
-The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. When a client
-connects, both sides prove that they know the job's name and token, without sending the name or the token. So no rank uses the server of
-another job by mistake.
+The TCP store has a server in the process of rank 0, and a client in every process. When a client connects, both sides prove that they know
+the job's name and token, without sending them. So a rank cannot use the server of another job by mistake.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ class StoreClosed(ExecutionError):
 
 
 class Store(Protocol):
-    """Interface of a provider's store: a map that all ranks of a group share. Several threads may use a store at the same time."""
+    """Interface of a store: a map that all ranks of a group share. Several threads may use a store at the same time."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a value. An earlier value is replaced."""
+        """Sets or replaces a value."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Returns the value. Waits up to `timeout` seconds until the value is set. Raises TimeoutError if the value is not set by then."""
+        """Waits up to `timeout` seconds until the value is set, and returns it. Raises TimeoutError if it is not set by then."""
 
 
 class MemoryStore:
@@ -68,32 +67,32 @@ class MemoryStore:
 # --- over TCP ---------------------------------------------------------------------------------------------------------
 
 
-_GREETING = b"hostweave store 2 "  # followed by: nonce of the client; nonce and proof of the server; proof of the client
+_GREETING = b"hostweave store 2 "  # then: nonce of the client; nonce and proof of the server; proof of the client
 _NONCE, _PROOF = 16, 32  # bytes of a nonce, and of a proof
 _WELCOME = b"+"
 _GOODBYE = b"-"
 _REQUEST = struct.Struct("!cIId")  # kind, bytes of the key, bytes of the value, seconds to wait
 _SET, _GET, _WILL = b"s", b"g", b"w"
-_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value, or -1 if there is none
+_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value or -1
 _RETRY = 0.05  # seconds between attempts to connect
-_ANSWER_TIMEOUT = 10.0  # maximum seconds for an answer to arrive, and for a client to authenticate
-_MAX_SECONDS = 1e8  # maximum seconds to wait for an answer; longer times exceed the range of clocks
+_ANSWER_TIMEOUT = 10.0  # seconds; maximum for an answer, and for a client to authenticate
+_MAX_SECONDS = 1e8  # seconds; longer waits exceed the range of clocks
 _BACKLOG = 256
-_MAX_UNAUTHENTICATED = 2 * _BACKLOG  # maximum number of unauthenticated clients; if there are more, the oldest is disconnected
+_MAX_UNAUTHENTICATED = 2 * _BACKLOG  # if there are more unauthenticated clients, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # maximum bytes of a key, and of a value
 
 Address = tuple[str, int]
 
 
 class TcpServer:
-    """Server that stores the values. Its thread ends with the process, or with `close`."""
+    """Server that stores the values, in a thread."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
         """Listens at the first free address. Raises ExecutionError if no address is free."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
-        self.unauthenticated: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
+        self.unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self.socket = _listen(addresses)
         self.port: int = self.socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
@@ -104,7 +103,7 @@ class TcpServer:
         os.register_at_fork(after_in_child=self.socket.close)  # a forked child may outlive this process, and must not keep the port
 
     def close(self, linger: float = 0) -> None:
-        """Says goodbye to the clients that are still connected after `linger` seconds, and frees the port."""
+        """Disconnects the clients after at most `linger` seconds, and frees the port."""
         self._linger = linger
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # another thread is closing the server too
@@ -155,7 +154,7 @@ class TcpServer:
             last_wills = {}
         finally:
             for key, value in last_wills.items():
-                if key not in self._values:  # the first rank that ends is the cause; other ranks may end because of that rank
+                if key not in self._values:  # the first rank that ends is the cause, and other ranks may follow
                     self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
@@ -184,7 +183,7 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
-        """Waits up to `timeout` seconds for a value. Raises ConnectionError if the client disconnects: a waiting client sends nothing, so
+        """Waits up to `timeout` seconds for a value. Raises ConnectionError if the client disconnects. A waiting client sends nothing, so
         any input is a disconnect."""
         if key not in self._values and timeout > 0:
             waiter, end = self.loop.create_future(), self.loop.create_task(client.read(1))
@@ -213,7 +212,7 @@ class TcpStore:
         self.idle: list[socket.socket] = []
         self._will_connection: socket.socket | None = None
         self._closed = False
-        self.answer_timeout = _ANSWER_TIMEOUT  # maximum seconds for an answer, in addition to the time that a request waits
+        self.answer_timeout = _ANSWER_TIMEOUT  # seconds, in addition to the timeout of a request
         self.address, connection = self._connect_to_any(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 
@@ -229,8 +228,7 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value if this process ends without calling `close`. A value that is already set does not change. May be
-        called for several keys."""
+        """Makes the server set this value, unless it is set already, if this process ends without `close`."""
         if self._will_connection is None:
             self._will_connection = self._connect(self.address, self.answer_timeout)
         _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)
@@ -304,7 +302,8 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """Socket at the first free address. Listens on all interfaces for "", and for names but localhost that resolve to loopback."""
+    """Socket at the first free address. The socket listens on all interfaces if the name is "", or is another name than localhost that
+    resolves to loopback."""
     for host, port in addresses:
         try:
             family, address = _interface(host)

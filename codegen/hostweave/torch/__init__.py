@@ -63,10 +63,10 @@ def compile(
 ) -> Any:
     """Compiles a module for the ranks of a mesh.
 
-    Compiles the forward pass. With `training`, also compiles the backward pass. With `optimizer`, compiles a whole training step.
+    Compiles the forward pass, with `training` also the backward pass, and with `optimizer` a whole training step.
 
-    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. Names may have wildcards. A pattern may omit the
-    first components of a path. The last component of the pattern must match the last component of the path. An entry is one of:
+    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. A name may have wildcards, and may omit the first
+    components of a path. An entry is one of:
 
     - a parameter, a buffer or an input, with a mesh axis (`dp+tp` for two axes) or `-` for each dim: `"q_proj.weight": "tp, -"`;
     - the result of a module: `"layers.*": "-, tp, -"`;
@@ -74,39 +74,39 @@ def compile(
       PrepareModuleInput.
 
     All other shardings are inferred. A parameter that is a DTensor is sharded already. Outputs are replicated, unless the plan names the
-    module that returns them. A module that `fully_shard` prepared needs no plan. For such a module, `example_inputs` are the inputs of one
-    rank: tensors with the same number of rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is the
-    loss over the rows of all ranks.
+    module that returns them. If the same axis shards a parameter and the first dim of an input, the parameter is gathered before use,
+    unless the axis is named tp.
+
+    A module that `fully_shard` prepared needs no plan. For such a module, `example_inputs` are the inputs of one rank. Tensors with as many
+    rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
     arguments. Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as
-    layers, become one function of the generated program. If the same axis shards a parameter and the first dim of an input, the parameter
-    is gathered before use, unless the axis is named tp. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
+    layers, become one function of the generated program. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
 
-    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep. Its program
-    computes the forward pass, the backward pass and the optimizer's step, and updates parameters in place. The module must return one
-    scalar, the loss. The step of a torch.optim.Optimizer is recorded by running the optimizer's code. This code must consist of
-    ATen ops on a parameter, the parameter's gradient and its state.
+    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep, whose calls
+    also update the parameters in place. The module must then return one scalar, the loss. The code of the optimizer's step must consist of
+    ATen ops on a parameter, its gradient and its state.
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
-    torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also unscales the gradients
-    and updates the scale, like the scaler's methods `unscale_`, `step` and `update`.
+    torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also does `unscale_`, `step` and
+    `update`.
 
-    With `fp8=`, linears whose weights are in the plan are computed in 8-bit floats. "row" and "tensor" use one scale per row or per tensor.
-    "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}` selects linears
-    by patterns, as in the plan. The program quantises activations and weights to f8e4m3. The stored weights do not change. Gradients are
-    f8e4m3, or f8e5m2 with "tensor".
+    With `fp8=`, linears whose weights are in the plan are computed in 8-bit floats. "row" uses one scale per row, and "tensor" one per
+    tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}` selects
+    linears by patterns, as in the plan. The program quantises activations and weights to f8e4m3 in each call. Gradients are f8e4m3, or
+    f8e5m2 with "tensor".
 
     With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
-    the regions between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
+    the parts between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
-    pp for the stages. Stage s is at coordinate `s % pp`. A stage reads the results of the previous stage. `example_inputs` is a whole
-    batch, which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
-    argument of a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With
-    "auto", the default, the cost model chooses the order. `optimizer` has the parameters of all stages, but each rank stores only the state
-    of its stages. `clip_grad_norm` is then the maximum norm of the gradients of all stages together.
+    pp for the stages. Stage s is at coordinate `s % pp`, and reads the results of the previous stage. `example_inputs` is a whole batch,
+    which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss from the last argument of a call,
+    `target`. Without `loss`, the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto",
+    the default, the cost model chooses the order. `optimizer` has the parameters of all stages; each rank stores only the state of its
+    stages.
 
     Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
     not supported, the error lists all of them, with the lines that use them.

@@ -1,4 +1,4 @@
-"""A compiled module. It is called like the original module, and reads the tensors of the original module in place."""
+"""Compiled modules."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -32,13 +32,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_traced(call: F) -> F:
-    """Excludes a function from torch.compile, which then runs it eagerly."""
+    """Makes torch.compile run a function eagerly."""
     why = "torch cannot trace a module that hostweave compiled; with fullgraph=True, register its program by hostweave.torch.as_torch_op"
     return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Delegating(nn.Module):
-    """A module that shares the parameters, buffers, submodules, state dict, mode and other attributes of another module."""
+    """A module that shares all attributes of another module, such as parameters and state dict."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -49,7 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a public attribute of the wrapped module on the wrapped module itself, because `forward` reads it there."""
+        """Sets public attributes on the wrapped module, whose `forward` reads them there."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -74,28 +74,27 @@ class Delegating(nn.Module):
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state into the wrapped module, whose tensors the program reads in place."""
+        """Loads the state into the original module, whose tensors the program reads in place."""
         return self._module.load_state_dict(*args, **kwargs)
 
 
 class CompiledModule(Delegating):
     """A compiled module, as `hostweave.torch.compile` returns it.
 
-    A call has the arguments and results of the original module. Parameters, buffers, submodules, state dict and other attributes are those
-    of the original module.
+    A call has the arguments and results of the original module. Parameters, buffers, state dict and other attributes are those of the
+    original module.
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
     blocks, and other arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
-    place, so calls see the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and
-    `check`.
+    place, so calls see the writes of optimizers and of `load_state_dict`.
     """
 
-    alone_on: torch.device | None = None  # device of a program of one rank, which runs without the group of this process
+    alone_on: torch.device | None = None  # device of a program of one rank that does not use this process's group
     generation: Any = None  # programs of `generate`, for a module of transformers
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` contains the program of the backward
-        pass, or the program that accumulates gradients."""
+        """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` has the program of the backward pass,
+        or the one that accumulates gradients."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
@@ -115,16 +114,15 @@ class CompiledModule(Delegating):
 
     @property
     def checks_values(self) -> bool:
-        """True if the module checks values on the host after each call, as torch.linalg.inv does. A call cannot be captured then."""
+        """True if the module checks values on the host after each call, as torch.linalg.inv does. Such a call cannot be captured."""
         return bool(self._graph.checks)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
-        One program processes prompts, and another program computes the next token of each sequence. The programs are compiled on first use,
-        for each number of sequences and each cache length. Cache lengths are rounded up to multiples of 64. In a group, all ranks call
-        `generate` with the same prompts, and with the same seed if tokens are sampled. Raises ArgumentError if the module has no
-        `generate`, or if a static cache is not possible.
+        One program processes prompts, and another computes the next token of each sequence. They are compiled on first use, for each number
+        of sequences and each cache length (a multiple of 64). In a group, all ranks call `generate` with the same prompts, and with the
+        same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static cache is not possible.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -144,7 +142,7 @@ class CompiledModule(Delegating):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the module's results. Prefer to call the module itself, which also runs hooks."""
+        """Computes the module's results, without hooks."""
         leaves, group = self._checked(args, kwargs), self._group()
         arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         written = self._written(arrays, group)
@@ -153,13 +151,14 @@ class CompiledModule(Delegating):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
-        """Captures a call with these arguments as a CUDA graph. Returns a callable, which launches the graph and returns the
-        module's results.
+        """Captures a call with these arguments as a CUDA graph. Returns a callable that launches the graph and returns the module's
+        results.
 
         `capture` and each launch are collective. `capture` also runs the call once. A launch reads the current contents of the same
-        argument tensors and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
-        the replacement of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of
-        `Program.capture`. Raises ArgumentError if no group was joined, or if the module checks values on the host after each call.
+        argument tensors, and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
+        new tensors that replace parameters. Each launch draws new random numbers.
+
+        Raises the errors of a call and of `Program.capture`. Raises ArgumentError without a group, or if `checks_values` is true.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -186,7 +185,7 @@ class CompiledModule(Delegating):
         return Captured(launch, arrays, lambda: returned)
 
     def _group(self) -> Group | None:
-        """Group whose ranks run a call. None if all ranks are in this process."""
+        """Group of a call. None if all ranks are in this process."""
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -206,12 +205,11 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Maps the path of each module in a list, such as nn.ModuleList, to how it was traced.
+        """Maps the path of each module in a list, such as nn.ModuleList, to "traced", or to "as layers.0" if the module uses the trace of
+        the equal module `layers.0`.
 
-        The value is "traced", or "as layers.0" if the module uses the trace of the equal module `layers.0`.
-
-        If the attributes or calls of a module differ, the module is traced separately. The value then has a reason, such as
-        `traced: its attention.scale differs from layers.0`.
+        If the attributes or calls of a module differ, the value has the reason, such as `traced: its attention.scale differs from
+        layers.0`.
         """
         return self._graph.traced
 
@@ -220,8 +218,7 @@ class CompiledModule(Delegating):
         return type(self._module).__name__
 
     def takes(self, **kwargs: Any) -> bool:
-        """True if the module was compiled for these arguments. Dtypes and numbers of dims must match. Sizes must
-        match too, unless the program writes to the tensor. Other values must be equal."""
+        """True if the module was compiled for these arguments. Sizes of tensors that the program writes need not match."""
         try:
             given = self._passed((), kwargs)
         except ArgumentError:
@@ -240,9 +237,8 @@ class CompiledModule(Delegating):
         return True
 
     def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
-        """Maps each argument to its dims of varying size, with the sizes for which the module was compiled. Omits dims that a mesh axis
-        shards, because arguments are blocks in a group.
-        """
+        """Maps each argument to its dims of varying size, with the supported sizes. Omits sharded dims, because in a group arguments are
+        blocks."""
         found: dict[Node, list[tuple[int, range]]] = {}
         for node in self._graph.arguments:
             held, axes = node.meta["val"], self._graph.layouts.inputs.get(self._graph.names.get(node, ""), ())
@@ -256,7 +252,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns the keyword arguments of a call for one rank. A copy of the rank's block replaces each tensor that the program writes."""
+        """Returns the keyword arguments of a call for one rank, with copied blocks of the tensors that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [
@@ -283,7 +279,7 @@ class CompiledModule(Delegating):
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from the program's, and marks written tensors. `leaves` are the arguments of the call."""
+        """Selects the module's results from the program's, and marks written tensors. `leaves` has the arguments of the call."""
         made: dict[Node, Any] = {node: leaves[name] for node, name in self._graph.names.items() if name in leaves}
         constants = self._graph.constants
         pairs = zip(self._part.graph.returned, values, strict=True)
@@ -298,15 +294,14 @@ class CompiledModule(Delegating):
         return self._returned(made)
 
     def _expect_valid(self, known: Mapping[Node, Any]) -> None:
-        """Raises the errors that torch raises for the values of a call, after waiting for the values."""
+        """Waits for the values of a call, and raises torch's errors for them."""
         for check in self._graph.checks:
             given: Any = check.args
             condition = known.get(given[2], self._graph.constants.get(given[2]))
             given[1](condition, *given[3:], **check.kwargs)
 
     def _returned(self, known: dict[Node, Any]) -> Any:
-        """Builds the module's result from the values of the graph's nodes. Constants that the module does
-        not own are copied, because the caller may write to them."""
+        """Builds the module's result. Copies constants that the module does not own, because the caller may write to them."""
         constants = self._graph.constants
 
         def value(node: Any) -> Any:
@@ -345,7 +340,7 @@ class CompiledModule(Delegating):
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Maps names of program inputs to arguments of a call and to new seeds."""
+        """Maps inputs of the program to arguments of a call and new seeds."""
         arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
         if self._graph.seeds is not None:
             seeds = new_seeds(self._name, int(self._graph.seeds.meta["val"].numel()), self._group())
@@ -384,7 +379,7 @@ class CompiledModule(Delegating):
 
 
 def alone(device: torch.device) -> Group:
-    """Group with this thread as its only rank, on a GPU or on the CPU."""
+    """Group with this thread as its only rank."""
     name = f"alone on {device}"
     return current_group(name) or init(Threads(1), name, device=device.index)
 
@@ -398,7 +393,7 @@ def _keywords(spec: Any) -> list[str]:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs. None for a device on which autocast is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs, or None if it is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 

@@ -30,8 +30,8 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...]. Returns NotImplemented for [rows, classes]
-    with class indices, without weights and without label smoothing. The op is then kept whole."""
+    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...]. Keeps the op (NotImplemented) for [rows,
+    classes] with class indices, without weights and label smoothing."""
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -61,7 +61,7 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Slices the flattened matrix with a step of one row plus one element."""
+    """Slices the flattened matrix with a step of one row and one element."""
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = y.shape[-2:]
     length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
@@ -105,7 +105,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Allows only pointwise ops, on tensors with `ndim` dims or without dims. Raises ProgramError for other ops."""
+    """Raises ProgramError for ops other than pointwise ones, on tensors of `ndim` dims or no dims."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's associative_scan. If the size of the dim is unknown at compile time, its maximum must be known."""
+    """torch's associative_scan. A dynamic size must have a maximum."""
     leaves, spec = pytree.tree_flatten(xs)
     dim_count = leaves[0].ndim
     dim = dim % dim_count
@@ -145,10 +145,10 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
 def rwkv_attention(
     of_token: Callable[..., Any], decay: Any, first: Any, key: Any, value: Any, state: Any = None, return_state: bool = False
 ) -> Any:
-    """Computes `rwkv_linear_attention` of transformers as a scan over tokens. Calls `of_token` for a single token.
+    """Computes `rwkv_linear_attention` of transformers as a scan over tokens, or by `of_token` for a single token.
 
-    A state is (n, d, m): n * exp(m) is the sum of weighted values, and d * exp(m) is the sum of the weights. Element 0 of the scan is the
-    given state, or an empty state. The exponent m is the largest one of the sums. It gets no gradient, because it cancels in the result.
+    A state is (n, d, m): n * exp(m) is the sum of weighted values, and d * exp(m) the sum of weights. m is the largest exponent. It gets no
+    gradient, because it cancels in the result.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)
@@ -206,7 +206,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 
 def _median(skips_nan: bool) -> Callable[..., Any]:
     def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """Returns the lower median and its index. The median of a row that contains a NaN is NaN if `skips_nan` is False."""
+        """Returns the lower median and its index. A NaN makes the median NaN, unless `skips_nan`."""
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
@@ -225,8 +225,7 @@ def _median_of_all(skips_nan: bool) -> Callable[[torch.Tensor], Any]:
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """For each value, counts the elements of the sorted row that are less than the value. With `right`, equal elements count too. For a
-    value of NaN, all elements count."""
+    """For each value, counts the elements of the sorted row that are less or, with `right`, equal. For NaN, all elements count."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
     if not isinstance(values, torch.Tensor):
         values = torch.full((), values, dtype=sorted_.dtype if sorted_.is_floating_point() else None, device=sorted_.device)
@@ -262,7 +261,7 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Reduces the source elements of each index along the dim. Compares every position with every index."""
+    """Compares every position with every index."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
@@ -299,7 +298,6 @@ def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.T
 
 
 def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:
-    """Writes the elements of the source, in order, to the positions at which the mask is true."""
     x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     if not source.numel():  # the mask is false everywhere
         return x
@@ -322,9 +320,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Computes the sum, mean or maximum of the weight rows of each bag. `offsets` contains the start of each bag in `indices`. With
-    `include_last_offset`, the last offset is not read, because torch requires the number of indices. With another number, torch's kernels
-    differ: most of them, and all on a GPU, give all later indices to the last bag."""
+    """Computes the sum, mean or maximum of the rows of each bag. `offsets` has the start of each bag in `indices`. With
+    `include_last_offset`, the last offset is not read: all later indices belong to the last bag, as in torch's GPU kernels."""
     if scale_grad_by_freq or sparse or (mode == 2 and not indices.shape[0]):
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
@@ -390,11 +387,11 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Returns the mantissa and the exponent. The absolute value of the mantissa is at least 0.5 and below 1. For 0, infinities and NaNs the
-    mantissa is x, and the exponent is 0.
+    """Returns the mantissa, with a magnitude from 0.5 to below 1, and the exponent. For 0, infinities and NaNs these are x and 0.
 
-    Subnormal numbers are first multiplied by 2^64. The exponent from log2 may be too large or too small by 1. The mantissa is then out of
-    range, and both are corrected."""
+    Subnormal numbers are first multiplied by 2^64. The exponent from log2 may be wrong by 1; the mantissa is then out of range, and both
+    are corrected.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     is_subnormal = wide.abs() < torch.finfo(wide.dtype).tiny
     wide = torch.where(is_subnormal, wide * 2.0**64, wide)
@@ -409,7 +406,7 @@ def frexp(x: torch.Tensor) -> Any:
 
 
 def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns the rule of an op that fills a tensor with random values. `value` computes the values from random numbers and parameters."""
+    """Rule of an op that fills a tensor with random values, which `value` computes from random numbers and parameters."""
 
     def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
         if generator is not None:
@@ -427,8 +424,8 @@ _exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / r
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
-    """Draws indices with probabilities proportional to the weights. Divides each weight by an exponential random number. Returns the
-    indices of the largest ratios."""
+    """Draws indices with probabilities proportional to the weights: the indices of the largest ratios of a weight and an exponential random
+    number."""
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if apart := replacement or count == 1:
         weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)
@@ -443,7 +440,7 @@ def randperm(n: Any, *, dtype: Any = torch.int64, device: Any = None, **_: Any) 
 def rrelu(
     x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    """Multiplies elements that are not positive by random slopes. Without training, each slope is the mean of `lower` and `upper`."""
+    """Multiplies elements that are not positive by random slopes or, without training, by the mean of `lower` and `upper`."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2), noise
     slopes = torch.where(x <= 0, _uniform(x, lower, upper, generator=generator), 1.0)
@@ -505,7 +502,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: trilinear,
     aten.angle.default: angle,
     aten.rrelu_with_noise_functional.default: rrelu,
-    # random numbers; most of these ops fill a tensor, such as x.exponential_()
+    # random numbers
     aten.uniform.default: _uniform,
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
     aten.bernoulli.p: _filled(torch.rand_like, torch.lt),

@@ -41,15 +41,15 @@ from hostweave.torch.scaled import quantized_linears
 from hostweave.torch.strides import of_storages
 from hostweave.torch.transforms import inference_tensor
 
-tracing = threading.RLock()  # locked while torch traces: threads that trace at the same time would change each other's symbolic sizes
+tracing = threading.RLock()  # held while torch traces, because concurrent traces would change each other's symbolic sizes
 _TORCH = str(Path(torch.__file__).parent)
 
-# Ops that are not decomposed: ops of a fusion, and composite ops that the compiler recognises.
+# Not decomposed: ops of a fusion, and composite ops that the compiler recognises.
 _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
-# Ops of core ATen that are decomposed by torch's rules, although torch.export keeps them.
+# Decomposed by torch's rules, although torch.export keeps them.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
@@ -60,11 +60,10 @@ max_pool2d_with_indices_backward
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """Exports the graph of a module for these inputs. The graph is functional. The rules of `decompositions`, or of
-    `before_derivatives` in training, have been applied to it.
+    """Exports the functional graph of a module, decomposed by `decompositions` or, in training, `before_derivatives`.
 
     Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
-    marks each use of a value that loses its gradient by detach() or torch.no_grad().
+    marks each use of a value that has no gradient because of detach() or torch.no_grad().
     """
     tensors = [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]
     for name, given in tensors:
@@ -92,7 +91,7 @@ def exported(
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             warnings.filterwarnings("error", ".* assigned during export")
-            warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export itself replaces weights of recurrent layers
+            warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export replaces weights of recurrent layers
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             try:
                 with repeats.standing_in(), watched(module) as (reads, _):
@@ -101,7 +100,7 @@ def exported(
             except Exception:
                 if not repeats.has_indices:
                     raise
-                why = "an index in a cache is used where only an int is accepted"  # any other error is raised again by the next `call()`
+                why = "an index in a cache is used where only an int is accepted"  # the next `call()` raises any other error again
                 repeats.how = dict.fromkeys(repeats.layers, "")
             if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
@@ -112,7 +111,7 @@ def exported(
             of_storages(program.graph)
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
-            _rename(program, lambda name: f"module.{name}")  # so that no name equals the name of an attribute of torch's GraphModule
+            _rename(program, lambda name: f"module.{name}")  # a name could equal that of an attribute of GraphModule
             program = of_pairs(program.run_decompositions(table), table)
             _rename(program, lambda name: name.removeprefix("module."))
             write_out(program.graph)
@@ -136,8 +135,8 @@ def exported(
 
 @contextmanager
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
-    """Refuses `.data` of traced tensors in user code. If a module stores a tensor in an attribute, adds the attribute and the line to
-    `assigned`. After the `with` block, removes new attributes with traced tensors."""
+    """Refuses `.data` of traced tensors in user code. Adds attributes in which modules store tensors to `assigned`, with the line, and
+    removes traced tensors at the end."""
     thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
 
     def put(part: nn.Module, name: str, value: Any) -> None:
@@ -170,12 +169,12 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
 
 
 def without_code() -> AbstractContextManager[None]:
-    """Prevents torch from generating Python code of graphs inside the `with` block, because no code runs these graphs."""
+    """Stops torch from generating Python code for graphs, because no code runs these graphs."""
     return _use_lazy_graph_module(True)
 
 
 def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
-    """Renames the parameters, buffers and constants of a program. Does not rename custom objects."""
+    """Renames the parameters, buffers and constants of a program."""
     inputs, outputs = program.graph_signature.input_specs, program.graph_signature.output_specs
     kept = {spec.target for spec in inputs if spec.kind is InputKind.CUSTOM_OBJ}
     for spec in (*inputs, *(one for one in outputs if one.kind is OutputKind.BUFFER_MUTATION)):
@@ -209,12 +208,12 @@ def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: 
 
 
 def _replacements(module: nn.Module) -> Iterator[Replacement]:
-    """Yields the functions that are replaced while a module is traced.
+    """Functions that are replaced while a module is traced.
 
-    - Functions that programs do not support raise ProgramError, or call supported functions.
-    - Modules of transformers use scans, triangular solvers and scaled matmuls, instead of loops over elements and Triton kernels.
-    - Torch logs no errors, and does not print the graph of a module that fails.
-    - Torch collects composite ops only once, replaces only few of them, and records few source lines. This halves the time of an export.
+    - Unsupported functions raise ProgramError, or call supported functions.
+    - Modules of transformers use scans, triangular solvers and scaled matmuls instead of loops over elements and Triton kernels.
+    - Torch logs no errors, and prints no graph of a module that fails.
+    - Slow functions of torch become fast, which halves the time of an export (see `_SLOW`).
     """
     yield from ((torch, "manual_seed", _refused(_SEED)), (torch.Tensor, "random_", _randomize))
     yield from ((torch.autograd, name, _refused(_GRADIENTS)) for name in ("grad", "backward"))
@@ -227,7 +226,7 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
             yield sys.modules[name], "rwkv_linear_attention", partial(rwkv_attention, sys.modules[name].rwkv_linear_attention_cpu)
     for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
         yield logging.getLogger(name), "isEnabledFor", lambda _: False
-    yield import_module("torch.export._trace"), "print", lambda *_, **__: None  # torch imports this module at the first export
+    yield import_module("torch.export._trace"), "print", lambda *_, **__: None
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     faster: list[Callable[..., Any]] = [partial(_collect_once, *registered), _override_few, _lines_of_user]
     yield from ((owner, name, new) for (owner, name), old, new in zip(_SLOW, _slow, faster, strict=True) if old)
@@ -239,7 +238,6 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 
 
 def error_of_torch(name: str, error: Exception) -> ProgramError:
-    """Converts any exception of torch's tracing to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile time"
         kinds = "int(t), range(t.item()), and a dim or a count that t.item() gives are branches, too"
@@ -253,13 +251,13 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 
 
 def _line_of(error: Exception) -> Location | None:
-    """Innermost line of an exception's traceback that is outside of torch and of this package."""
+    """Innermost line of a traceback outside of torch and of this package."""
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
     own = [(file, line) for file, line in steps if not file.startswith((_TORCH, "<"))]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
-# private functions of torch that take half of the time of an export; other versions of torch may lack them
+# private functions of torch; other versions may lack them
 _SLOW = (
     (exported_program, "_collect_all_valid_cia_ops"),
     (exported_program, "_override_composite_implicit_decomp"),
@@ -271,13 +269,13 @@ _collect_once = cache(lambda *registered: _collect())
 
 
 def _override_few(rules: Mapping[Any, Any], **more: Any) -> Any:
-    """Replaces only composite ops whose rules are not torch's own implementations."""
+    """Replaces only composite ops whose rules are not those of torch."""
     few = {op: rule for op, rule in rules.items() if not (isinstance(rule, partial) and rule.keywords.get("kernel") is op)}
     return _override(few, **more)
 
 
 def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
-    """Returns only the lines that torch looks for: lines outside of torch, and lines of functions named `forward`."""
+    """Records only lines that torch looks for: outside of torch, or in functions named `forward`."""
     if lines and not isinstance(lines[0], dict):  # newer versions of torch
         return _lines(lines, skip)
     return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(_TORCH)], 0)
@@ -285,7 +283,7 @@ def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decomposition rules: those of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
+    """Rules of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
     scatter = torch.ops.aten.select_scatter.default
@@ -299,8 +297,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def before_derivatives() -> dict[Any, Callable[..., Any]]:
-    """Rules for ops that are decomposed before differentiation, as in torch. Ops with a custom derivative are decomposed later. For
-    example, the derivative of a decomposed softplus is NaN if exp(x) overflows."""
+    """Rules for ops that are decomposed before differentiation, as in torch. Ops with a custom derivative are decomposed later, because the
+    derivative of a decomposed op may be wrong: that of softplus is NaN if exp(x) overflows."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     composed = COMPOSED.keys() - linalg.DERIVED - special.DERIVED
     return {op: rule for op, rule in decompositions().items() if op in composed or op.has_kernel_for_dispatch_key(composite)}
@@ -308,8 +306,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Refuses hooks on gradients, because hooks change gradients outside of the graph. Inside the `with` block, each
-    torch.autograd.Function of the user is recorded as one op."""
+    """Refuses hooks on gradients, which change gradients outside of the graph. Records each torch.autograd.Function of the user as one
+    op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -317,14 +315,14 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch itself uses such classes to trace
+        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch uses such classes to trace
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        if cls is CheckpointFunction:  # reentrant checkpoint: ignored, because the values to save are chosen for the whole graph
+        if cls is CheckpointFunction:  # ignored, because the min-cut partitioner chooses the values to save
             function, _, *given = args
             return function(*given)
         return call_function(cls, args, kwargs)
 
-    # Function.apply calls this method, even if the user has stored apply under another name before.
+    # Function.apply calls this method, so a stored reference to `apply` does too.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         replaced((torch.Tensor, "register_hook", _refused(_HOOK))),
@@ -333,7 +331,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each use of a value that loses its gradient. The mark is an op `hostweave::detach`, which decompositions keep."""
+    """Marks each use of a detached value by an op that decompositions keep."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":
@@ -348,7 +346,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks the uses of a value and of its views, but not the value: a write to the source may change it before a use."""
+    """Marks the uses of a value and of its views. The mark follows later writes to the source of the value."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)
@@ -360,7 +358,7 @@ def _mark_uses(graph: Graph, node: Node) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Refuses writes to a node and to views of the node, because the write would also change the tensor that was detached."""
+    """Refuses writes to a node and to its views, because they would also change the tensor that was detached."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
@@ -378,7 +376,7 @@ def _name_outputs(program: ExportedProgram) -> None:
 
 
 def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """Removes empty operands of concatenations. x[..., n:] is empty if a rotary embedding covers all n features of a head."""
+    """Removes empty operands of concatenations, such as x[..., n:] if a rotary embedding covers all n features of a head."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, *dim = node.args
         parts = [t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)]

@@ -1,4 +1,4 @@
-"""`generate` of transformers with compiled programs: one for prompts, and one for the next token of each sequence."""
+"""`generate` of transformers with compiled programs."""
 
 import inspect
 import threading
@@ -18,15 +18,15 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # in these arguments tokens are along dim 1 or the last dim
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # tokens are along dim 1 or the last dim
 _ROUNDED = 64  # cache lengths are multiples of 64, so that prompts of similar lengths share a program
-_own = weakref.WeakKeyDictionary[Any, bool]()  # caches that `generate` created -> True if the host need not wait for each token
+_own = weakref.WeakKeyDictionary[Any, bool]()  # cache of `generate` -> True if the host need not wait for each token
 _patching = threading.Lock()  # ranks may be threads
 
 
 def _defer_stops() -> None:
-    """On CUDA, makes transformers check one step late whether all sequences ended, for the caches that are True in `_own`. If all sequences
-    ended, transformers undoes the last step. Without this patch, transformers defers the check only on MPS."""
+    """Makes transformers check one step late if all sequences have ended, on CUDA, for the caches that are True in `_own`. Transformers
+    then undoes the last step. Without this patch, transformers does this only on MPS."""
     from transformers.generation import utils
 
     check: Any = getattr(utils, "DeferredStopCheck", None)  # None for older versions, which wait for each token
@@ -43,7 +43,7 @@ def _defer_stops() -> None:
 
 
 def _prepare_cache(module: Any, config: Any, kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
-    """Overrides a method of transformers that marks all given caches as the user's. Removes the mark from the caches in `_own`."""
+    """Overrides a method of transformers that marks all given caches as the user's. Those in `_own` are not."""
     found = super(type(module), module)._prepare_cache_for_generation(config, kwargs, *args, **others)
     for cache in (one for one in map(kwargs.get, _CACHE_WORDS) if one is not None and one in _own):
         cache._is_user_defined = False
@@ -51,10 +51,10 @@ def _prepare_cache(module: Any, config: Any, kwargs: dict[str, Any], *args: Any,
 
 
 class TokenGraph:
-    """A call for one token of each sequence, captured as a CUDA graph. A launch reads new tokens and masks, and uses the same cache."""
+    """CUDA graph of a call for one token of each sequence. A launch uses the same cache, with new tokens and masks."""
 
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
-        """Runs the call and captures it. `word` is the name of the argument that is the cache."""
+        """Runs the call and captures it. `word` is the name of the cache argument."""
         self._word, cache = word, kwargs[word]
         given = {name: _clone(value) for name, value in {**kwargs, word: None}.items()}
         self._leaves, self._form = _flat(given)
@@ -62,7 +62,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a launch can compute a call: equal shapes, dtypes, devices and other values, and the graph's cache."""
+        """True if a launch can compute a call."""
         leaves, form = _flat({**kwargs, self._word: None})
         return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -75,7 +75,7 @@ class TokenGraph:
             return self.result()
 
     def result(self) -> Any:
-        """Copy of the last launch's result, without the cache."""
+        """Copy of the last result, without the cache."""
         made = self._captured.outputs
         parts = {name: value for name, value in made.items() if name != self._word}
         return type(made)(**{name: _clone(value) for name, value in parts.items()})
@@ -86,7 +86,7 @@ def _clone(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns all leaves of the values, and the structure of each value. The most common leaves bypass pytree, which is slow."""
+    """Leaves of the values, and the structure of each one. Common leaves bypass pytree, which is slow."""
     leaves, form = list[Any](), dict[str, Any]()
     for name, value in values.items():
         is_leaf = value is None or isinstance(value, torch.Tensor | bool)
@@ -96,12 +96,12 @@ def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 class _Rank:
-    """Cache memory and CUDA graph of a rank. Later sequences with the same sizes reuse this memory and graph."""
+    """Cache memory and CUDA graph of a rank, for reuse by later sequences of the same sizes."""
 
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
         self.graph: TokenGraph | None = None
-        self.is_first = True  # True after prompts, until the first call for a token
+        self.is_first = True  # True from a prompt to the first call for a token
 
 
 class Generation:
@@ -110,10 +110,10 @@ class Generation:
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
         """`compile` compiles the module for given keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
-        self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of the dims that the plan shards, 0 for other dims
+        self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of its sharded dims, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), tensors that the cache requests)
-        self._parameters = tuple(inspect.signature(module.forward).parameters)  # kept, because `signature` takes as long as five launches
+        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), its tensors)
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # cached, because `signature` takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
@@ -143,18 +143,18 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Upper bound for the number of tokens of a sequence, including the prompt."""
+        """Upper bound of the tokens of a sequence, including the prompt."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
         more = kwargs.get("max_new_tokens", None if "max_length" in kwargs else config.max_new_tokens)
         total = prompt + more if more else kwargs.get("max_length") or config.max_length or prompt + 20
         if not more and first is not None and not kwargs.get("max_length"):
-            total = max(total, prompt + 20)  # by default transformers generates 20 new tokens
+            total = max(total, prompt + 20)  # default of transformers
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """Creates a static cache. Layers with a sliding window also store all positions, because masks restrict them to the window."""
+        """Creates a static cache. Layers with a sliding window store all positions too; masks restrict them to the window."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -163,11 +163,11 @@ class Generation:
         return cache
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module for prompts or for one token per sequence. Writes to the cache in place."""
+        """Runs the module for prompts or for one token per sequence."""
         if args:
             kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in self._parameters:
-            del kwargs["return_dict"]  # the default value, which torch.export does not accept as a keyword
+            del kwargs["return_dict"]  # the default, which torch.export does not accept as a keyword
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
             raise ArgumentError(f"{self._name}: generate: there is no cache; omit use_cache=False")
@@ -181,8 +181,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Runs a call of a rank. A call for a token launches a graph if the graph takes the arguments. The first such call after
-        prompts captures the graph, unless all ranks can launch their previous graph, or the program checks values."""
+        """Runs a call of a rank. The first call for a token after a prompt captures a graph, unless all ranks can launch their previous
+        graph, or the program checks values. Later calls launch the graph."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -194,7 +194,7 @@ class Generation:
             return self._plain(kwargs, group)
         own.is_first = False
         is_taken = own.graph is not None and own.graph.takes(kwargs)
-        all_take = group.can_exchange and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture a graph
+        all_take = group.can_exchange and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture one
         if own.graph and all_take:
             return own.graph(kwargs)
         program = self._program(kwargs, is_whole=False)
@@ -204,7 +204,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. First allocates a cache without tensors at global sizes, of which a group keeps this rank's blocks."""
+        """Calls a program. First allocates the tensors of an empty cache at global sizes, of which a group keeps this rank's blocks."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -226,7 +226,7 @@ class Generation:
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
-        """Program for these arguments, compiled on first use. The cache has global sizes if `is_whole`, otherwise this rank's."""
+        """Program for these arguments, compiled on first use. The cache has global sizes if `is_whole`."""
         with self._lock:
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:
@@ -236,7 +236,7 @@ class Generation:
         return program
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
-        """Compiles a program for these arguments, and for other lengths of prompts and masks if one program can accept them."""
+        """Compiles a program, if possible for all lengths of prompts and masks."""
         try:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
@@ -246,7 +246,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call. A length of tokens or masks above 1 is dynamic, because prompts differ in length."""
+        """Dynamic shapes for a call: lengths above 1 of tokens and masks, because prompts differ in length."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)
@@ -266,7 +266,7 @@ def _is_token(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
-    """Values that determine the sizes of a cache: the number of sequences, and the shapes of arguments other than tokens and masks."""
+    """Key of the sizes of a cache: the number of sequences, and shapes of arguments other than tokens and masks."""
     tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
     return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
 

@@ -36,7 +36,7 @@ class Origin:
     """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module.
 
     `name` and `value` are those of the module's tensor. The kind "written" is a buffer that the forward pass of a training program writes
-    to. The kind "seeds" is a tensor of random seeds. Each call draws new seeds.
+    to. The kind "seeds" is a tensor of new random seeds for each call.
     """
 
     kind: str
@@ -46,42 +46,40 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Computation that a program appends to a graph, such as an optimizer step. The computation reads the gradients, which are the last
-    values of the graph, and writes to the memory of inputs."""
+    """Computation at the end of a program, such as an optimizer step. It reads the gradients, which are the last values of the graph, and
+    writes to the memory of inputs."""
 
-    types: dict[str, TensorType]  # types of all inputs, in order: inputs of the graph, then additional inputs
+    types: dict[str, TensorType]  # inputs of the graph, then additional inputs
     donated: dict[str, int]  # written input -> index of the result that reuses its memory
-    gradients: int  # number of gradients that `compute` reads
+    gradients: int  # number of gradients
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # (all inputs, gradients) -> results
 
 
 @dataclass
 class Graph:
-    """A graph of ATen ops, with the meanings and names of its inputs, parameters and constants."""
-
     fx: torch.fx.Graph
     origins: dict[Node, Origin]  # placeholder -> meaning
     layouts: Layouts
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
-    results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; without this list, see `_placed` of trace.py
+    results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
-    spec: Any = None  # PyTorch's description of the module's results
+    spec: Any = None  # pytree structure of the module's results
     update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # placeholder or constant -> name of the fusion's input
-    constants: dict[Node, Any] = field(default_factory=dict)  # node -> value, for values that are known at compile time, except buffers
+    constants: dict[Node, Any] = field(default_factory=dict)  # values that are known at compile time, except buffers
     parameters: dict[str, str] = field(default_factory=dict)  # input of the fusion -> name of the module's tensor
     arguments: list[Node] = field(default_factory=list)  # placeholders of the module's arguments, including numbers
-    bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant that is bound to it
-    uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> the number
+    bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant
+    uniform: dict[Node, Any] = field(default_factory=dict)  # constant whose elements are all equal -> the number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
-    checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call and may raise an error
-    tokens: int = 0  # the first `tokens` outputs are effect tokens of torch, which only order the checks
-    of_calls: bool = False  # True if a call of a module returns the results; such results may share memory
-    is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
-    traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
+    checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call
+    tokens: int = 0  # number of leading outputs that are effect tokens of torch, which only order the checks
+    of_calls: bool = False  # True if the results go to the caller of a module; results may then share memory
+    is_derived_from: bool = False  # True if the graph will be differentiated, and then decomposed
+    traced: dict[str, str] = field(default_factory=dict)  # see `CompiledModule.traced`
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
 
     def __post_init__(self) -> None:
@@ -111,8 +109,7 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """Nodes that the program computes, in order: the ops that an output needs and that are not constants. Sizes are not included,
-        because they are part of types."""
+        """Ops that the program computes, in order: those that an output needs, without constants and sizes."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
         needed = set(self.outputs)
         for node in reversed(calls):
@@ -122,8 +119,8 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """Values that the graph returns, in order: new values of written tensors, other results of the module, and checked conditions. A
-        result of the module may be None. A result in `shared` is replaced by the tensor whose memory the result shares."""
+        """Values that the graph returns: new values of written tensors, other results of the module (which may be None), and checked
+        conditions. The key of `shared` is replaced by its value."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
@@ -133,7 +130,7 @@ class Graph:
 
     @cached_property
     def shared(self) -> dict[Any, Node]:
-        """Maps each result that shares memory with another tensor to that tensor."""
+        """Maps each result to the tensor with which it shares memory."""
         return shared_results(self) if self.of_calls else {}
 
     @cached_property
@@ -145,14 +142,14 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Maps returned values to their keys, such as `loss`. The key of the new value of a written input `x` is `new_x`."""
+        """Maps returned values to their keys, such as `loss`, or `new_x` for the new value of a written input x."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
         made = {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
         return made | {value: f"new_{self.names[node]}" for node, value in self.written.items() if value in made}
 
     @property
     def donated(self) -> dict[str, int]:
-        """Maps each written input of the fusion to the index of the result that reuses its memory."""
+        """Maps each written input to the index of the result that reuses its memory."""
         if self.update:
             return self.update.donated
         made = [node for node in self.outputs if node not in self.constants]
@@ -165,7 +162,7 @@ class Graph:
 
     @cached_property
     def fixed(self) -> dict[Node, Any]:
-        """Values that have no gradient: constants, and buffers that are not written to."""
+        """Values without a gradient: constants, and buffers that are not written to."""
         return {**self.constants, **self._buffers}
 
     @property
@@ -174,7 +171,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> set[str]:
-        """Names of buffers and constants from which values were computed at compile time. The program contains these values."""
+        """Names of buffers and constants from which values in the program were computed at compile time."""
         read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
         known, following = set[Node](), [node for node in read if node in self.constants]
         while following:
@@ -190,12 +187,12 @@ class Graph:
         return {path: node for node in self.nodes for path in modules_of(node)}
 
     def is_held(self, node: Node) -> bool:
-        """True if a node is an input of the fusion that the module owns: a parameter, a buffer or a constant."""
+        """True if the module owns this input: a parameter, a buffer or a constant."""
         name = self.names.get(node, "")
         return name in self.parameters or name in self.bound
 
     def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
-        """Yields the shardings that the plan states for modules whose result is this node. `made` is the value of the node."""
+        """Yields the shardings that the plan states for modules whose result is this node, with value `made`."""
         for path in modules_of(node) if self.layouts.outputs else ():
             if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
                 if (dims := getattr(made, "ndim", None)) != len(axes):
@@ -204,8 +201,7 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes values that depend only on constants and on buffers that are not written to. Constant tensors that
-        the program reads become inputs, with some exceptions."""
+        """Computes values that depend only on `fixed` values. Other ops read most constant tensors as inputs."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -223,7 +219,7 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # constants become inputs, except numbers, uniform tensors and masks such as "causal"
+        for node in self.nodes:  # these are inputs, except numbers, uniform tensors and masks such as "causal"
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
@@ -255,11 +251,11 @@ class Graph:
 
     @property
     def part(self) -> hw.Mesh | None:
-        """Mesh of the graph if it is only a part of the program's mesh, otherwise None."""
+        """Mesh of the graph if it is a part of the program's mesh, otherwise None."""
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Copy of the graph in which the inputs `names` are replicated, and ranks slice them. `results` are the outputs' types."""
+        """Copy of the graph in which the inputs `names` are replicated, and ranks slice them. `results` has the types of the outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -273,13 +269,13 @@ class Graph:
 
     @cached_property
     def input_types(self) -> dict[str, TensorType]:
-        """Type of each input of the fusion, by name, with the sharding that the plan states."""
+        """Types of the inputs, with the shardings that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
 
 
 def _share_bias(attention: Any, mask: Any) -> None:
-    """Makes attention ops that read the same bool mask share one bias. Otherwise each op would compute the bias."""
+    """Computes the bias once for all attention ops that read the same bool mask."""
     readers = [user for user in mask.users if op_of(user) == ATTENTION and user.args[3] is mask]
     if len(readers) > 1 and mask.meta["val"].dtype == torch.bool:
         dtype = attention.args[0].meta["val"].dtype
@@ -291,12 +287,12 @@ def _share_bias(attention: Any, mask: Any) -> None:
 
 
 def expect_known(nodes: Sequence[Node]) -> None:
-    """Refuses unsupported ops, with one error that lists all of them."""
+    """Raises one error that lists all unsupported ops."""
     missing = [node for node in nodes if not is_known(node)]
     if missing:
         counts = Counter(op_of(node) for node in missing)
         first = {op_of(node): location(node) for node in reversed(missing)}
-        words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with the namespace of the op
+        words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}
         listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
         names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
         remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
@@ -305,7 +301,7 @@ def expect_known(nodes: Sequence[Node]) -> None:
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
-    """Attaches to an error the nodes that caused it. Does nothing if the error has nodes already."""
+    """Attaches the nodes that caused an error, unless it has nodes already."""
     vars(error).setdefault("nodes", nodes)
     return error
 
@@ -362,14 +358,14 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 
 
 def expect_unchecked(graph: Graph, of: str) -> None:
-    """Refuses a graph that checks values after a call, because the call has changed state by then."""
+    """Refuses a graph that checks values after a call, because the call would have changed state by then."""
     if graph.checks:
         why = f"checks of values after a call, as torch.linalg.inv makes, are not supported in {of}"
         raise ProgramError(f"{why}; use a function without checks, such as inv_ex", location(graph.checks[0]))
 
 
 def _keys_in(spec: Any, path: str = "") -> Iterator[str]:
-    """Yields the keys of a module's results, such as names of fields, joined by "_". Elements of tuples have their index as key."""
+    """Keys of a module's results: names of fields or indices in tuples, joined by "_"."""
     children = spec.children() if hasattr(spec, "children") else spec.children_specs
     keys = getattr(spec.context, "_fields", spec.context)
     if not isinstance(keys, list | tuple) or list(map(type, keys)) != [str] * len(children):
@@ -389,7 +385,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The value that all elements have. None if there are no elements, or if elements differ, such as 0.0 and -0.0."""
+    """Value of all elements. None if there are no elements, or they differ, as 0.0 and -0.0 do."""
     first = value.flatten()[:1]
     if not value.numel() or not bool((value == first).all()):
         return None
@@ -401,7 +397,7 @@ def is_known(node: Node) -> bool:
 
 
 def recorded(function: Callable[..., Any], given: Sequence[Any], table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
-    """Records the ATen ops of a function. Composite ops, such as attention, are decomposed only if a fusion has no op for them."""
+    """Records the ATen ops of a function. Decomposes composite ops only if a fusion has no op for them."""
     table, missing = dict(table), {None: None}
     while missing:
         made = make_fx(function, table, pre_dispatch=True)(*given)

@@ -1,4 +1,4 @@
-"""Traces the joint graph of a module by AOTAutograd. torch's min-cut partitioner splits this graph into a forward and a backward graph."""
+"""Traces the forward and backward pass of a module as one joint graph by AOTAutograd, which torch's min-cut partitioner splits."""
 
 import math
 import operator
@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Assertions, and ops that return the values of their operand. Programs do not contain such ops.
+# Assertions, and ops that return their operand: not in programs.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -43,18 +43,18 @@ LOG_SOFTMAX = torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_b
 
 @dataclass
 class Joint:
-    """Forward graph and backward graph of a module. Sources and results have the order of the joint graph."""
+    """Forward graph and backward graph of a module."""
 
     outer: Graph  # the exported graph
     sources: list[Node]  # nodes of `outer` that are arguments of the joint graph
-    origins: list[Origin]  # tensors of the module or arguments, one for each of `sources`
+    origins: list[Origin]  # one for each of `sources`
     results: list[Node]  # nodes of `outer` that the joint graph computes
-    differentiable: list[bool]  # True for each result that has a gradient
+    differentiable: list[bool]  # for each result, True if it has a gradient
     whole: GraphModule  # joint graph: returns the results, then one gradient or None for each source
     needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
 
     def __post_init__(self) -> None:
-        """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
+        """Sets `forward`, which returns results and saved values, and `backward`, which returns gradients."""
         self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has already merged equal nodes
             if save_compared(self.whole, self.backward):
@@ -73,7 +73,7 @@ class Joint:
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     def forward_graph(self, shared: Mapping[Node, int] = MappingProxyType({})) -> Graph:
-        """Graph of the results, then the saved values that are not in `shared`. The shardings of saved values are inferred."""
+        """Forward graph without the saved values in `shared`. The shardings of saved values are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         saved = {node: name for node, name in self.saved.items() if node not in shared}
         graph.returned = [*graph.returned[: len(self.results)], *saved]
@@ -83,29 +83,28 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` on one rank: the program returns these values only once. Empty on several ranks, because a result and its saved
-        value may have different shardings."""
+        """`results_saved` on one rank, which returns these values only once. Empty on several ranks, because a result may be sharded
+        differently."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property
     def results_saved(self) -> dict[Node, int]:
-        """Maps each saved value that is also a result to the index of the result."""
+        """Maps saved values that are also results to the indices of the results."""
         output: Any = self.forward.graph.output_node()
         return {node: number for number, node in enumerate(output.args[0][: len(self.results)]) if node in self.saved}
 
     def _labels(self, alone: str) -> list[str]:
-        """Names of the results: their keys in the module's return value. A single result without a key is named `alone`."""
+        """Names of the results: their keys, or `alone` for a single result without a key."""
         return [self.outer.keys.get(node, alone if len(self.results) == 1 else "") for node in self.results]
 
     @property
     def tangents(self) -> dict[str, str]:
-        """Maps the placeholder of each result's gradient, such as `tangents_1`, to the name of the gradient in programs."""
+        """Maps placeholders of the results' gradients, such as `tangents_1`, to names in programs."""
         labels = [label for label, has in zip(self._labels("y"), self.differentiable, strict=True) if has]
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
-        """Returns a Graph whose outputs are the results, followed by the gradients. The only scalar result is the loss. `scale` is the name
-        of an argument by which all gradients are multiplied. The returned loss is not multiplied."""
+        """Graph of the results and the gradients. The argument named `scale` multiplies all gradients, but not the loss."""
         whole = self._joined()
         origins = self._origins(whole)
         for node in origins:
@@ -121,7 +120,7 @@ class Joint:
         return graph
 
     def _joined(self) -> GraphModule:
-        """Concatenates the forward graph and the backward graph. The backward graph recomputes values that were not saved."""
+        """Concatenates the forward graph and the backward graph."""
         graph, root = torch.fx.Graph(), torch.nn.Module()
         values: dict[str, Node] = {}
         for node in self.whole.graph.nodes:
@@ -148,15 +147,14 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """Default sharding of each result: by rows, or replicated. None for a result whose sharding the plan or the module states."""
+        """Default sharding of each result: by rows, or replicated. None if the plan or the module states it."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
         return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
-        """Returns a Graph of the gradients of parameters and arguments, computed from saved values and from the gradients of results.
-        `types` are the types of the forward program's results, in order."""
+        """Graph that computes the gradients of parameters and arguments. `types` has the types of the forward program's results."""
         made = iter(types)
         axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
         origins, stated = self._origins(self.backward), dict[str, AxesOfDims | None]()
@@ -177,27 +175,27 @@ class Joint:
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
-        """Returns the sharding of each gradient. Also maps nodes that compute gradients of parameters to the gradients' shardings."""
+        """Shardings of the gradients, as a list and, for gradients of parameters, by node."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
 
     @cached_property
     def saved(self) -> dict[Node, str]:
-        """Maps each forward node whose value the backward graph reads to the name of the value."""
+        """Maps forward nodes that the backward graph reads to names of their values."""
         return saved_names(self._kept)
 
     def source_of(self, node: Node) -> int | None:
-        """Index of the source that a placeholder represents. None if the placeholder is a saved value or the gradient of a result."""
+        """Index of a placeholder's source. None for a saved value or the gradient of a result."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
-        """Maps the names of program inputs that are arguments or seeds to the indices of their sources."""
+        """Maps inputs of the program that are arguments or seeds to the indices of their sources."""
         taken = [*graph.arguments, *([] if graph.seeds is None else [graph.seeds])]
         named = ((graph.names[node], self.source_of(node)) for node in taken if node in graph.names)
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
-        """Sharding of an origin's tensor and of the gradient of this tensor."""
+        """Sharding of an origin's tensor and of its gradient."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -217,17 +215,16 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Decompositions of torch and of this package. The dict is cached, because `core_aten_decompositions` visits all ops of torch.
+    """Decompositions of torch and of this package. Cached, because `core_aten_decompositions` visits all ops of torch.
 
-    Log-softmax is decomposed so that the backward pass recomputes it from the logits. The f32 result of log-softmax is often a model's
-    largest tensor.
+    The f32 result of log-softmax is often a model's largest tensor, so the backward pass recomputes it from the logits.
     """
     return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, only the one scalar
-    result is differentiated."""
+    """Traces the joint graph. `wanted` selects the arguments that get gradients. With `of_loss`, only the one scalar result is
+    differentiated."""
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
     sources = list(outer.names)
@@ -294,7 +291,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward read the logits, of which it needs only the shape, so that log-probabilities need not be saved."""
+    """Makes nll_loss_backward, which needs only a shape, read the logits, so that log-probabilities are not saved."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -311,7 +308,7 @@ def _read_logits(made: GraphModule) -> None:
 
 
 def _computed_of(graph: Any) -> list[Node]:
-    """Ops of a graph that depend on a placeholder. All other ops compute constants."""
+    """Ops that depend on a placeholder. All others compute constants."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
@@ -320,7 +317,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradient of each row-sharded result by the number of row blocks. `fully_shard` averages the losses of these blocks."""
+    """Divides gradients of row-sharded results by the number of blocks, because `fully_shard` averages the losses of the blocks."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -353,7 +350,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
-    """Maps an attention op with a recognised mask to the name of the mask, such as "causal". Maps a rotary embedding to its operands."""
+    """Maps attention ops to the name of a known mask, such as "causal", and rotary embeddings to their operands."""
     found: dict[Node, Any] = {}
     for node in outer.nodes:
         mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
@@ -415,14 +412,14 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) 
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Converts a mask to a bias that is added to the scores. Expands the last dim to the number of keys."""
+    """Bias that is equivalent to a mask, with the number of keys as its last dim."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
 
 
 def _cut_before_padding(graph: Any) -> None:
-    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding fuses into its reader."""
+    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding can fuse with its reader."""
     for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         padded, dim, start = (*cut.args, 0, 0)[:3]
         if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:

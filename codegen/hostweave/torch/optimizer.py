@@ -1,7 +1,7 @@
 """Records the ATen ops that the step of a torch optimizer runs for one parameter.
 
-The parameter, the gradient and most tensors of the state are on the device "meta", so they have no memory. Values on the host, such as the
-step number, are computed during recording. The recorded ops refer to these values by their indices in a list of numbers.
+Tensors are on the device "meta" and have no data. Numbers on the host, such as the step number, are computed during recording. The recorded
+ops have the index of each number in a list.
 """
 
 import inspect
@@ -28,16 +28,15 @@ from hostweave.base.errors import ArgumentError, Location, ProgramError, stated_
 from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.nodes import shape_of
 
-PARAMETER, GRADIENT = "parameter", "gradient"  # names of the inputs of a step that are not state
-_OFF = ("foreach", "fused")  # options that are switched off: they select faster implementations of the same step
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that `RecordedStep` varies to find the numbers that may change
+PARAMETER, GRADIENT = "parameter", "gradient"
+_OFF = ("foreach", "fused")  # switched off: these options select faster implementations of the same step
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
 
 @dataclass(frozen=True)
 class OperandSource:
-    """Source of an operand: a name (the parameter, the gradient or a state entry), or the index of the op that computes the operand.
-    `result` is the index of the operand among the results of that op."""
+    """Source of an operand: the name of an input, or the index of an op and of its `result`."""
 
     source: str | int
     result: int = 0
@@ -45,15 +44,14 @@ class OperandSource:
 
 @dataclass(frozen=True)
 class Number:
-    """An operand that is a number. `at` is the index of the number in `UpdateStep.numbers`."""
+    """An operand that is a number: element `at` of `UpdateStep.numbers`."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` has the dtypes and shapes of the results. `location` is the line of the optimizer that calls
-    the op."""
+    """An ATen op without side effects. `made` has "meta" results. `location` is the line of the optimizer that calls the op."""
 
     name: str
     args: tuple[Any, ...]
@@ -63,33 +61,33 @@ class UpdateOp:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Key of the op. The same op of another step has an equal key."""
+        """Key of the op, without the values of numbers."""
         return self.name, str(self.args), str(dict(self.kwargs)), str([one.dtype for one in pytree.tree_leaves(self.made)])
 
 
-# A call on tensors of the device "meta": op, arguments by position or name, keys of the arguments that are numbers of the step, results
+# op, arguments by position or name, keys of the arguments that are numbers of the step, results
 Call = tuple[Any, Mapping[object, Any], Sequence[object], Any]
 
 
 @dataclass
 class UpdateStep:
-    """One step of an optimizer for one parameter. `results` gives the sources of the new parameter and of the new state tensors."""
+    """One step of an optimizer for one parameter. `results` has the sources of the new parameter and state."""
 
     ops: list[UpdateOp]
     numbers: list[float]
     roles: list[str]  # role of each number in its op, such as "mul" or "addcdiv_value"
     results: dict[str, OperandSource]
-    filled: dict[str, float]  # entries of the state that this step fills with one number -> the number
-    host: dict[str, Any]  # entries of the state that stay on the host -> value after the step
-    calls: list[Call]  # for a replay; empty if the step cannot be replayed
+    filled: dict[str, float]  # state entry that this step creates -> the number that fills it
+    host: dict[str, Any]  # state entry on the host -> value after the step
+    calls: list[Call]  # empty if the step cannot be replayed
 
     @property
     def words(self) -> tuple[object, ...]:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """Computes the new parameter and state. `values` maps names of operands to tensors of the program. `numbers` maps the indices of
-        numbers to inputs of the program. All other numbers are constants."""
+        """Computes the new parameter and state. `values` has the named operands. `numbers` maps indices of numbers to inputs of the
+        program; all other numbers are constants."""
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -116,7 +114,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter on the device "meta", and its state. Records the steps of an optimizer with the options of one parameter group."""
+    """A "meta" parameter and its state. Records steps of an optimizer with the options of one parameter group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -125,7 +123,7 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step and updates the state. `options` replaces the options of the group in this step."""
+        """Records a step and updates the state. `options` replaces those of the group."""
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         name = type(self._optimizer).__name__
         try:
@@ -139,11 +137,11 @@ class Shadow:
         return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, self._host)
 
     def replayed(self, step: UpdateStep) -> UpdateStep | None:
-        """Runs another step. Returns the recorded step with the new numbers, or None if the calls differ from the recorded calls."""
+        """Runs another step. Returns `step` with the new numbers, or None if the step makes different calls."""
         replay = _Replay(step.calls)
         try:
             self._run(replay)
-        except Exception:  # the caller then records the step; an error of the optimizer occurs there again
+        except Exception:  # the caller then records the step, and gets the error
             return None
         is_complete = len(replay.numbers) == len(step.numbers) and next(replay.calls, None) is None
         return replace(step, numbers=replay.numbers, host=self._host) if is_complete else None
@@ -177,8 +175,7 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if steps give the same results from zeros in these state entries as from an empty state. Compares the results of two steps with
-    random gradients. Returns False if a step raises an error."""
+    """True if two steps with random gradients have the same results from an empty state as from zeros in these entries."""
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for zeros in (False, True):
@@ -206,16 +203,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
-        self._operands: list[Any] = []  # numbers of the current op, or tensors on the host that contain these numbers
+        self._operands: list[Any] = []  # numbers of the current op, some of them in tensors on the host
         self._calls, self._can_replay = list[Call](), True
-        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> source of the tensor
-        self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in the storage
+        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in it -> source
+        self._first: dict[int, OperandSource] = {}  # storage -> source of its first tensor
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
-        """Returns the recorded step without the ops that fill new state entries with a number. `filled` contains these numbers."""
+        """Returns the recorded step. `filled` replaces the ops that fill new state entries with a number."""
         filled: dict[str, float] = {}
         named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that it creates
         for name, tensor in kept.items():
@@ -304,7 +301,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, read, anew=target is not None)
 
     def _location(self) -> Location | None:
-        """Line that is being executed in the file of the optimizer's `step`. None if no caller is in this file."""
+        """Current line in the file of the optimizer's `step`, or None."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename != self._file:
             if frame.f_back is None:
@@ -313,7 +310,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """Converts an argument of an op to an OperandSource or a Number. Returns attributes, such as dims, unchanged."""
+        """Converts an argument to an OperandSource or a Number. Attributes, such as dims, do not change."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)
@@ -331,7 +328,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Records the source of a tensor's value. `anew` means a write, which invalidates other views of the storage."""
+        """Records the source of a tensor. With `anew`, the tensor was written, so other views of its storage become invalid."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -348,7 +345,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Any other difference raises an error."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error for any other difference."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -373,7 +370,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
-    """Returns the name, args and kwargs of the functional form of an op. Returns the source tensor if the op is an unchanged copy."""
+    """Name, args and kwargs of the functional form of an op, or the source tensor if the op only copies."""
     word, names = base, [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
     match base.rstrip("_") if target is not None else "":
         case "copy":
@@ -402,14 +399,14 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Makes `item()` of a tensor on the device "meta" return the tensor itself. Torch accepts only numbers as `alpha` and `value`. If such
-    a tensor is passed there, an operand is multiplied by the tensor."""
+    """Makes `item()` of a "meta" tensor return the tensor. Multiplies an operand by such a tensor in `alpha` or `value`, because torch
+    accepts only numbers there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "item" and args[0].is_meta:
             return args[0]
-        for key in ("alpha", "value"):  # arguments that torch requires to be numbers
+        for key in ("alpha", "value"):
             if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > 1:
                 args = (args[0], args[1] * kwargs[key], *args[2:])
                 kwargs = {name: value for name, value in kwargs.items() if name != key}
@@ -421,7 +418,7 @@ _CHANGING = threading.RLock()  # locked while globals of an optimizer's module a
 
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
-    """Lets `max` and `min` in an optimizer's module accept tensors. Only one thread at a time changes a module."""
+    """Makes `max` and `min` in an optimizer's module accept tensors."""
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
@@ -436,7 +433,7 @@ def _lazy_numbers(optimizer: type) -> Iterator[None]:
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    """Returns a variant of `max` or `min`. If one argument is a "meta" tensor and all others are numbers, the variant clamps the tensor."""
+    """Variant of `max` or `min` that clamps a "meta" tensor if all other arguments are numbers."""
 
     def chosen(*values: Any, **how: Any) -> Any:
         tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
@@ -452,15 +449,15 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 
 
 class RecordedStep:
-    """Recorded step for the parameters of a group that have the same key `words`. `changing` has the indices of numbers that change between
-    steps. `initial` has the initial state."""
+    """Recorded step for the parameters of a group that have equal `words`. `changing` has the indices of numbers that change between
+    steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
         wide = torch.promote_types(dtype, torch.float32)
         own, self._shadow = Shadow(optimizer, group, shape, dtype), Shadow(optimizer, group, shape, wide)
         own.step()
-        self.entries: dict[str, torch.Tensor] = own.tensors  # state entries that are inputs of a program, as "meta" tensors
+        self.entries: dict[str, torch.Tensor] = own.tensors  # state entries that are inputs of a program
         first = self._shadow.step()
         self._entries, self.order = self._shadow.tensors, list(self._shadow.state)
         self._hosts = {key: value for key, value in self._shadow.state.items() if _is_host(value)}
@@ -488,8 +485,8 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Records one step for each scheduled option, with a slightly changed value. Omits options that have no number to
-        change, and options for which the recording fails."""
+        """Records a step for each scheduled option, with a slightly changed value. Skips options that have no number, or for which the
+        recording fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -508,12 +505,12 @@ class RecordedStep:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Key of the step. Parameters with equal keys have the same group, ops, numbers and initial state."""
+        """Key of the group, the ops, the numbers and the initial state."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """Returns the step that starts from the host state `host`. `host` is None before the first step. Errors begin with `name`."""
+        """Returns the step after the host state `host`, which is None before the first step. Errors begin with `name`."""
         step = None
         if host is not None and self.step.calls:
             self._start_from(host)
@@ -552,7 +549,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Returns an option with floats that are 1% smaller. Returns `of_zero` for 0, and None if no number can be changed."""
+    """Makes the floats of an option 1% smaller, or `of_zero` instead of 0. Returns None if there is no float."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

@@ -1,9 +1,8 @@
-"""Traces repeated layers once. torch.export traces the first of several equal layers, and records every later layer as one op. After
-decomposition, a copy of the first layer's nodes replaces each of these ops.
+"""Traces equal layers once. torch.export traces the first layer, and records each later one as one op. After decomposition, a copy of the
+first layer's nodes replaces this op.
 
-Two modules of a list are equal under three conditions. The modules have the same structure. All attributes that the first module reads
-while it is traced are equal in both. Both modules are called with equal arguments, except for the values of tensors, and in the same
-grad and autocast modes. Attributes that are never read may differ.
+Two modules of a list are equal under three conditions: they have the same structure; all attributes that the first module reads are equal;
+both are called with equal arguments, in the same grad and autocast modes. The values of tensors may differ.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
 from hostweave.torch.state import is_same
 
-_STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
+_STRUCTURE = ("_parameters", "_buffers", "_modules")  # `_structure` compares these
 _ABSENT = object()
 
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of a traced layer. A copy of the traced nodes replaces each op `layer` that has this `number`."""
+    """A traced layer, or its derivative. A copy of its nodes replaces each op `layer` with this `number`."""
 
     path: str
-    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows the arguments
-    layer: Traced | None = None  # for a derivative: the layer
+    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows them
+    layer: Traced | None = None  # layer of a derivative
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
 
@@ -71,8 +70,7 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. Calls with equal arguments, modes and caches have equal keys. `key` is None if an argument or a cache cannot be
-    compared."""
+    """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if these cannot be compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -89,19 +87,19 @@ class _Call:
 
 @dataclass
 class _First:
-    """A traced layer, and the data with which other layers are compared."""
+    """A traced layer, and data for comparisons with other layers."""
 
     traced: Traced
     structure: object
     call: _Call
-    reads: dict[str, dict[str, _Read]]  # path of a submodule -> attributes that it read
+    reads: dict[str, dict[str, _Read]]  # by path of the submodule
     returned: list[Any]
     spec: Any  # structure of `returned`
-    state: LayerState  # state of the cache after the layer
+    state: LayerState  # cache after the layer
 
 
 class Repeats:
-    """Traces equal layers only once, inside the `with` block of `standing_in`. `how` maps a layer's path to how it was traced."""
+    """Traces equal layers once in the context `standing_in`. For `how`, see `CompiledModule.traced`."""
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}
@@ -111,8 +109,8 @@ class Repeats:
             for name, layer in part.named_children()
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         }
-        self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
-        self._traced: list[Traced] = []  # all traced layers, because `_traced` has only weak references
+        self._firsts: dict[str, list[_First]] = {}  # by path of the list of modules
+        self._traced: list[Traced] = []  # keeps them alive, because `_traced` has weak references
         self._is_inside = self.has_indices = False
 
     @contextmanager
@@ -149,7 +147,7 @@ class Repeats:
         return forward
 
     def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
-        """Traces a layer. Also returns the layer's tensors, and a reason why the layer cannot represent other layers, or ""."""
+        """Traces a layer. Returns the layer, its tensors, and "" or the reason why it cannot represent other layers."""
         traced = Traced(path, len(call.arguments))
         self._traced.append(traced)
         begun = list(ops.layer_begins(*call.operands, traced.number))
@@ -170,8 +168,7 @@ class Repeats:
         return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why a traced layer cannot represent equal layers, or "". There are three reasons. The layer reads a value that is not an
-        argument. Other nodes read a value of the layer that is not a result. The layer writes to a value in place."""
+        """Reason why a traced layer cannot represent equal layers, or ""."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)
@@ -192,7 +189,7 @@ class Repeats:
         return ""
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Attributes that each module read, by path. An equal layer reads the same attributes as the traced layer."""
+        """Names of the attributes that each module read, also for layers that were not traced."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")
@@ -202,7 +199,7 @@ class Repeats:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Classes and tensors of a layer, and which of its tensors are identical."""
+    """Classes and tensors of a layer, including which tensors are identical."""
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
     places: dict[int, int] = {}
     tensors = [
@@ -212,7 +209,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
-    """Describes how a layer differs from a traced one. Returns "" if the trace can represent the layer."""
+    """Describes how a layer differs from a traced one, or ""."""
     if structure != first.structure:
         return "its structure differs"
     if call.key != first.call.key:
@@ -229,11 +226,11 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: _Call)
 
 
 class _Read(NamedTuple):
-    """An attribute at its first read: the object, and a copy of its contents."""
+    """An attribute at its first read."""
 
     value: Any
     contents: Any
-    found: Any  # the value that the lookup returned, possibly an attribute of the class
+    found: Any  # result of the lookup, possibly an attribute of the class
 
     @classmethod
     def of(cls, value: Any, found: Any) -> _Read:
@@ -241,7 +238,7 @@ class _Read(NamedTuple):
 
 
 def _contents(value: Any) -> Any:
-    """Copies the contents of an object that other code may change."""
+    """Copy of an object's mutable contents."""
     if isinstance(value, dict | list | set):
         return value.copy()
     is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
@@ -250,8 +247,8 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Records attribute accesses of a layer's submodules inside the `with` block. Yields the attributes that were read, by path, and the
-    names of attributes that were changed. With `has_cache`, a submodule that reads its index in a cache gets an `Index`."""
+    """Records which attributes submodules read, by path, and the names of attributes that change. With `has_cache`, a submodule that reads
+    its index in a cache gets an `Index`."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
@@ -276,7 +273,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
         return instead.get(name, found)
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name not in ("__dict__", "__class__"):  # torch also ignores these attributes when it traces modules
+        if name not in ("__dict__", "__class__"):
             if name not in written and name in reads:
                 _expect_same(name, held.get(name), value)
             written.append(name)
@@ -287,7 +284,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
 
 def _expect_same(name: str, before: Any, value: Any) -> None:
-    """Refuses to replace a number or a tensor that forward has read, because the next call would read the new value."""
+    """Refuses a new value of a number or tensor that forward has read, because the next call would read the new value."""
     if isinstance(before, bool | int | float | torch.Tensor) and not is_same(before, value):
         why = f"forward changes {name} for the next call, but a program would not"
         raise ProgramError.here(f"{why}; make it a buffer that forward writes to in place, or pass fullgraph=False")
@@ -297,7 +294,7 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
 
 
 def write_out(graph: Graph) -> None:
-    """Replaces each op `layer` by a copy of traced nodes. The traced layer or derivative has the same number as the op."""
+    """Replaces each op `layer` by a copy of the nodes with the same number."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)
@@ -322,7 +319,7 @@ def _between(begin: Node, end: Node) -> Iterator[Node]:
 
 
 def _regions(graph: Graph) -> dict[Node, int]:
-    """Maps the nodes of each traced layer to the number of the layer."""
+    """Maps the nodes of traced layers to the number of the layer."""
     found: dict[Node, int] = {}
     begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
     for end in graph.nodes:
@@ -346,7 +343,7 @@ def _is_begun(node: Any) -> bool:
 
 
 def _root(node: Any) -> Any:
-    """Node that owns the memory of a node. Follows views to their source."""
+    """Node that owns the memory of a view."""
     while node.args and isinstance(node.args[0], Node) and not _is_begun(node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not any(one.alias_info for one in schema.returns):
@@ -356,8 +353,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """Copies the nodes between `begin` and `end` to a position before the node `before`. The operands of `before` replace the layer's
-    inputs. Returns the results of the copy. Adds each copy to `of`, which maps nodes to copies."""
+    """Copies the nodes between `begin` and `end` before the op `before`, whose operands replace the layer's inputs. Adds the copies to
+    `of`, by node, and returns the results."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):
@@ -369,7 +366,7 @@ def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str
 
 
 def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
-    """Module stacks of a copied node. The path `own` of the copy's layer replaces the path `path` of the traced layer."""
+    """Module stacks of a copied node: those of the original, with `own` in place of the path `path`."""
 
     def moved(at: str) -> str:
         return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at

@@ -1,4 +1,4 @@
-"""Computes the step of an optimizer in a program. The step updates parameters and state in place."""
+"""Computes the step of an optimizer in a program."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,11 +18,11 @@ from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
-_ODD = "not_finite"  # input: number of gradient elements that are not finite, in a step with loss scaling
+_ODD = "not_finite"  # input: number of gradient elements that are not finite, with loss scaling
 
 
 class Updated(NamedTuple):
-    """A parameter that the step updates. `name` is the program input of the parameter, and `path` is the parameter's path."""
+    """A parameter that the step updates. `name` is its program input."""
 
     name: str
     path: str
@@ -31,7 +31,7 @@ class Updated(NamedTuple):
 
     @property
     def layer(self) -> tuple[str, str]:
-        """Path of the outermost list that contains the parameter, and the index in the list. Without a list: (own path, "")."""
+        """Path of the outermost list that contains the parameter, and the index in it. Without a list: (path, "")."""
         words = self.path.split(".")
         at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
         return ".".join(words[:at]), "".join(words[at : at + 1])
@@ -42,17 +42,17 @@ class Updated(NamedTuple):
 
     @property
     def entries(self) -> dict[str, str]:
-        """Maps the key of each value that the step reads (`PARAMETER` or a state entry) to the suffix of the value's name."""
+        """Maps the key of each value that the step reads (`PARAMETER` or a state entry) to the suffix of its name."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
     def written(self) -> list[str]:
-        """Suffixes of the names of the values that the step writes."""
+        """Suffixes of the values that the step writes."""
         results = self.recorded.step.results
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. Entries with the parameter's shape are sharded like the parameter, and others are replicated."""
+        """Types of `entries` by name. Those with the parameter's shape are sharded like the parameter, and others are replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -61,7 +61,7 @@ class Updated(NamedTuple):
 
 
 def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
-    """Records the optimizer's step for each parameter. `parameters` yields (input of the program, path, tensor)."""
+    """Records the optimizer's step for each parameter (input of the program, path, tensor)."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass an optimizer of the parameters of the module")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -81,18 +81,17 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer for the parameters of a program. `taken` contains the names of the program's other inputs. The names of
-    recorded functions begin with `prefix`."""
+    """The step of an optimizer in a program. `taken` has the names of other inputs. Names of functions begin with `prefix`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
         self.optimizer, self.parameters, self._prefix = optimizer, parameters, prefix
         alike: dict[object, list[Updated]] = {}
         for one in parameters:
             alike.setdefault(one.recorded.words, []).append(one)
-        # Groups of parameters whose steps contain equal numbers. The smallest parameter is the first in its group.
+        # Parameters with equal steps, the smallest one first.
         self._kinds = [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
         names = dict.fromkeys(taken, "")
-        self._numbers: list[dict[int, str]] = []  # for each group: index of a changing number in the step -> input of the program
+        self._numbers: list[dict[int, str]] = []  # for each kind: index of a changing number in the step -> input of the program
         for members in self._kinds:
             recorded = members[0].recorded
             self._numbers.append({})
@@ -104,17 +103,17 @@ class Updates:
 
     @property
     def written(self) -> list[str]:
-        """Inputs that the step writes, in the order of the results of `compute`."""
+        """Inputs that the step writes, in the order of `compute`."""
         return [f"{one.name}{end}" for one in self.parameters for end in one.written]
 
     def numbers(self, mesh: Mesh | None = None) -> dict[str, TensorType]:
-        """Types of the numbers that change between steps, such as learning rates."""
+        """Types of the inputs for numbers that change between steps, such as learning rates."""
         dtypes = [torch.promote_types(members[0].parameter.dtype, torch.float32) for members in self._kinds]
         pairs = zip(dtypes, self._numbers, strict=True)
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """Computes the new values of `written`. If `odd` is above 0, the values do not change. Equal layers share one function."""
+        """Computes the new values of `written`, which do not change if `odd` is above 0. Equal layers share one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
@@ -149,14 +148,14 @@ class Updates:
         return alike.values()
 
     def _names_in(self, layer: Sequence[Updated], is_scaled: bool) -> dict[str, str]:
-        """Maps the operands of a layer's update to inputs of the program."""
+        """Maps operands of a layer's update to inputs of the program."""
         given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
         given |= {_ODD: _ODD} if is_scaled else {}
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Returns a function that updates a layer. The arguments of this function are the keys of `_names_in`. The function computes in 64
-        bits for 64-bit values, and otherwise in 32 bits."""
+        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. It computes in 64 bits for 64-bit values, and
+        otherwise in 32 bits."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
@@ -179,7 +178,7 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Refuses a step without one of the parameters, or in torch.inference_mode(). `name` is the module's name in the message."""
+        """Refuses a step if the optimizer has lost a parameter, or in torch.inference_mode(). `name` is the module's."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
@@ -187,7 +186,7 @@ class Updates:
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
 
     def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """Computes the next step's changing numbers, as inputs of the program. Also returns each parameter's host state after the step."""
+        """Computes the changing numbers of the next step, and the host state of each parameter after it."""
         numbers: dict[str, torch.Tensor] = {}
         hosts: dict[int, dict[str, Any]] = {}
         for members, names in zip(self._kinds, self._numbers, strict=True):
@@ -204,7 +203,7 @@ class Updates:
         return numbers, [hosts[id(one.parameter)] for one in self.parameters]
 
     def _host_of(self, one: Updated) -> dict[str, Any] | None:
-        """Entries of a parameter's state that stay on the host, as numbers. None before the first step."""
+        """State entries on the host, as numbers. None before the first step."""
         state, entries = self.optimizer.state.get(one.parameter, {}), one.recorded.entries
         host = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items() if key not in entries}
         return host if host or state.keys() == {*one.recorded.order} else None
@@ -213,7 +212,7 @@ class Updates:
         return [bool(self.optimizer.state.get(one.parameter)) for one in self.parameters]
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """Maps names to the local tensors of parameters and of their state. Creates missing state entries."""
+        """Local tensors of parameters and of their state, by name. Creates missing state entries."""
         found: dict[str, torch.Tensor] = {}
         for one in self.parameters:
             state = self.optimizer.state[one.parameter]
@@ -224,13 +223,13 @@ class Updates:
         return found
 
     def skipped(self, had_state: Sequence[bool]) -> None:
-        """Removes state that was created for a step that then changed nothing."""
+        """Removes state that was created for a skipped step."""
         for one, before in zip(self.parameters, had_state, strict=True):
             if not before:
                 self.optimizer.state.pop(one.parameter)
 
     def ended(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Stores the host state after the step in the optimizer."""
+        """Stores the host state in the optimizer."""
         for one, host in zip(self.parameters, hosts, strict=True):
             increment_version(one.parameter)  # torch does not see the program's write
             state = self.optimizer.state[one.parameter]
@@ -245,7 +244,7 @@ class Updates:
 
 
 def squares(gradients: Sequence[hw.Tensor]) -> hw.Tensor:
-    """Sum of the squares of all elements, computed in 32 bits, or in 64 bits for 64-bit gradients."""
+    """Sum of the squares of all elements."""
     wide = [widened(one) for one in gradients]
     return sum((hw.sum(one * one) for one in wide[1:]), hw.sum(wide[0] * wide[0]))
 
@@ -268,7 +267,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a host tensor to a device. Copies to a GPU run in stream order, and the host does not wait, because the source is pinned."""
+    """Copies a host tensor to a device. The host does not wait for a GPU, because the source is pinned."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

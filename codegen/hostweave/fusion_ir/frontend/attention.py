@@ -1,4 +1,4 @@
-"""Attention and its backward pass. If no attention kernel supports the types, both are composed of other ops."""
+"""Attention and its backward pass, composed of other ops if no attention kernel supports the types."""
 
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -43,20 +43,19 @@ def scaled_dot_product_attention(
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
     If the dtype is narrower than f32, scores and softmax are computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
 
-    - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where the row sees the column. A float mask is added to the scores. A
-      row that sees no column gives zeros.
+    - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where a row attends to a column. A float mask is added to the scores. A
+      row that attends to no column gives zeros.
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
     - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
       2023).
-    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. `enable_gqa` does not change the random
-      numbers.
-    - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. With `is_causal`, the
-      query rows are the last rows of the sequence: row i attends to keys up to lengths - S + i.
+    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`.
+    - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full. With `is_causal`, the queries are the last
+      rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call under three conditions: `attention` is one kernel call for these operands; there is no dropout; a float
-    mask, if given, has the query's dtype. Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no
-    communication. For sharded keys and rows, see `attention`.
+    The function is one kernel call if `attention` is one for these operands, there is no dropout, and a float mask has the query's dtype.
+    Otherwise the matrix of scores is materialised. Sharded heads, `H@tp`, need no communication. For sharded keys and rows, see
+    `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
@@ -85,7 +84,7 @@ def scaled_dot_product_attention(
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
-        if group > 1:  # the random counter numbers all query heads: [..., heads * group, S, T]
+        if group > 1:  # random numbers are counted over all query heads: [..., heads * group, S, T]
             indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
         weights = _dropped(weights, dropout_p, indices, seed, draw)
     return _weighted(weights, query, value, group)
@@ -105,28 +104,27 @@ def attention(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the log-sum-exp of each row of scores. The first result is that of `scaled_dot_product_attention`. The second one is
-    f32 [..., H, S].
+    """Attention, and the log-sum-exp of each row of scores. The first result is as in `scaled_dot_product_attention`, the second is f32
+    [..., H, S].
 
     - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). Use
       "bottom_right" if the query rows follow a cache of keys.
-    - `window`: a row attends only to the last `window` columns that `causal` allows. Each row must see at least one column.
-    - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. Later columns are
-      hidden. With "bottom_right", row i has position lengths - S + i. A row with a negative position gives zeros, and a log-sum-exp of
-      -inf.
+    - `window`: a row attends only to the last `window` columns that `causal` allows. Each row must attend to at least one column.
+    - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. With "bottom_right",
+      row i attends to keys up to lengths - S + i. If this is negative, the row gives zeros, and a log-sum-exp of -inf.
     - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1
-      or missing. -inf hides a column. A row without visible columns gives zeros and -inf.
+      or missing. -inf hides a column. A row whose columns are all hidden gives zeros, and a log-sum-exp of -inf.
     - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
-      E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence.
-      Rows outside of all sequences give zeros and -inf.
+      E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its sequence.
+      Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
 
-    Attention is one kernel call under three conditions: the dtype is f32, f16 or bf16; the query is [B, H, S, E] or [H, S, E]; E and F are
-    ints of at most 256, and multiples of 8 for 16-bit dtypes. The kernel does not materialise the matrix of scores. Otherwise attention is
-    composed of matmuls and a softmax. An operand is copied first if the elements of its rows are not contiguous.
+    Attention is one kernel call, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the query is
+    [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of
+    matmuls and a softmax. An operand whose rows are not contiguous is copied first.
 
-    Sharded rows, `S@cp`: all keys and values are gathered first, or the blocks of other ranks arrive while earlier blocks are computed.
-    Rows in zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section
-    3.3.2). Zigzag needs as many keys as rows. Zigzag with a causal mask supports neither lengths nor a bias.
+    Sharded rows, `S@cp`: keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
+    `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag
+    needs as many keys as rows. Zigzag with a causal mask supports neither lengths nor a bias.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
     log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
@@ -170,12 +168,11 @@ def attention_backward(
     """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
-    arguments are those of `attention`. If `attention` is one kernel call, so is the backward pass. Otherwise the backward pass is composed
-    of several ops.
+    arguments are those of `attention`. The backward pass is one kernel call if `attention` is one, and is otherwise composed of several
+    ops.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
-    summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum. The bias gradient is
-    computed only if the program uses it.
+    summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum.
 
     Raises ProgramError if shapes or dtypes do not fit.
 
@@ -221,7 +218,7 @@ def attention_backward(
 
 
 def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """Gradient of a bias: the gradient of the scores, summed over the dims along which the bias broadcasts."""
+    """Sums the gradient of the scores over the dims along which the bias broadcasts."""
     scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
     x = hw.reshape(of_scores, *map(str, scores))
     leading = len(scores) - len(dims)
@@ -267,7 +264,7 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
     """Masked scores, at least in f32: [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head."""
-    query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along this dim
+    query = _by_heads(query, key, group)
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, hw.transpose(of_groups, -2, -1)))) * scale
     if mask is None:
@@ -277,7 +274,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
-    """Mask of the columns that each row sees, broadcastable to the scores. None if each row sees all columns."""
+    """Mask of the columns that each row attends to. None if each row attends to all columns."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
     seen = None if ends is None else columns < ends
@@ -309,7 +306,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Bias that is equivalent to a mask. The last dim of the bias is the dim of keys, in full size."""
+    """Bias that is equivalent to a mask. Its last dim is that of the keys, not broadcast."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:
@@ -319,7 +316,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """Softmax weights over the columns of `seen`, and log-sum-exps. If `may_see_none`, rows without columns have zero weights."""
+    """Softmax weights over the columns of `seen`, and log-sum-exps. If `may_see_none`, a row without columns has zero weights."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
@@ -327,7 +324,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:
-        sums = hw.maximum(sums, 1.0)  # so that no sum is 0 if a row sees no column
+        sums = hw.maximum(sums, 1.0)  # avoids division by 0 in rows without columns
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 
@@ -339,7 +336,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Checks the masks. Returns the masks that are not None, and the attributes that tell which of them are given."""
+    """Checks the masks. Returns those that are not None, and attributes that say which ones these are."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (
@@ -354,7 +351,7 @@ def _check_masks(
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
-    """Reshapes a mask that broadcasts to [..., H, S, T]. The result broadcasts to [..., heads, group, S, T]."""
+    """Splits the dim of heads: a mask for [..., H, S, T] becomes a mask for [..., heads, group, S, T]."""
     if mask.ndim < 3:
         return mask
     shape = mask.type.shape

@@ -1,4 +1,4 @@
-"""Composite functions. Most of these functions trace to several ops."""
+"""Functions that are composed of several ops."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -20,7 +20,7 @@ MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorates a composite function: checks its arguments, and names its result after `word`."""
+    """Decorator that checks the arguments, and names the result after `word`."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -36,7 +36,7 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 
 
 def _worded(word: str, x: Tensor) -> Tensor:
-    """Names a tensor after a word, such as `softmax` in `softmax_scores`. Returns the tensor."""
+    """Makes `word` part of the tensor's name, as in `softmax_scores`. Returns the tensor."""
     x._word = word
     return x
 
@@ -70,9 +70,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
     N is the number of elements along `axis`. A correction of 0 gives the population variance. A correction of 1 gives the unbiased sample
-    variance. With int sizes, a correction of N or more gives NaN. Floats narrower than f32 are computed in f32. Uses the corrected two-pass
-    algorithm: the sum of the differences compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the
-    sample variance", 1983). If a reduced dim is sharded, two all-reduces are needed.
+    variance. With int sizes, a correction of N or more gives NaN. Floats narrower than f32 are computed in f32. Source: the corrected
+    two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. If a reduced dim is sharded, two
+    all-reduces are needed.
 
     Raises ProgramError if `correction` is not an int and the sizes are symbolic.
 
@@ -95,7 +95,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} must be an int, because the size {count} is symbolic; use int sizes")
-    # One tensor has all sums, so that one all-reduce suffices.
+    # One tensor has all sums, for one all-reduce.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -203,8 +203,8 @@ GROUPS = ("row", "tensor", "block", "block2d")
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    An element of x is approximately its 8-bit value times its scale. Let m be the largest magnitude of the elements that share a scale, but
-    at least 1e-12. The scale is m divided by the largest finite number of the dtype.
+    An element of x is approximately its 8-bit value times its scale. The scale is m divided by the largest finite number of the dtype. m is
+    the largest magnitude of the elements that share the scale, but at least 1e-12.
 
     | scaling | elements that share a scale | shape of the scales |
     |---|---|---|
@@ -213,9 +213,9 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    If elements that share a scale are on several ranks, an all-reduce computes m. If `scale` is given, for example from the previous step,
-    the values are x divided by `scale`. The returned scales are then still those of x, for use in the next step. Values out of range become
-    the largest number of f8e4m3, or an infinity of f8e5m2. A norm and the quantisation of its rows are one kernel.
+    If elements that share a scale are on several ranks, an all-reduce computes m. If `scale` is given, the values are x divided by `scale`,
+    but the returned scales are those of x. So a step can use the scales of the previous step. Values out of range become the largest number
+    of f8e4m3, or an infinity of f8e5m2.
 
     Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim that 128 does not divide.
 
@@ -232,7 +232,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
-    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without dims for the elements of a block
+    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
         raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; reshape or cast it")
@@ -244,14 +244,14 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        # Rows are reduced first, because the kernel of a preceding norm can compute the maxima of rows.
+        # Rows are reduced first, so that the kernel of a preceding norm can compute their maxima.
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """Returns a shape in which two dims replace each dim that has blocks: the blocks, and the elements of a block."""
+    """Splits each dim that has blocks into two: the blocks, and the elements of a block."""
     blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
     for i in blocked:
         if shape[i].is_int and int(shape[i]) % BLOCK:
@@ -283,7 +283,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         shape = table.type.shape
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
-    of_pair = x.ndim if interleaved else x.ndim - 1  # index of the new dim, which holds the two elements of a pair
+    of_pair = x.ndim if interleaved else x.ndim - 1  # index of the new dim: the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair
@@ -301,9 +301,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """Random f32 numbers, uniform in [0, 1), in the shape of x, which has at most four dims.
 
-    A number depends only on its index in the global tensor, `seed` and `draw`. The number is the same on every target and under every
-    sharding. The generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-    2011). `seed` and `draw` are ints that fit u32, or u32 tensors without dims.
+    A number depends only on its index in the global tensor, `seed` and `draw`, and not on the target or the sharding. `seed` and `draw` are
+    ints that fit u32, or u32 tensors without dims. Source: Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", 2011).
 
     Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32.
 
@@ -313,7 +313,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
 
 
 def _indices(x: Tensor) -> list[Tensor]:
-    """One tensor per dim of x: the indices along this dim, in a shape that broadcasts to x."""
+    """Indices along each dim of x, in shapes that broadcast to x."""
     others = [tuple(j for j in range(x.ndim) if j != i) for i in range(x.ndim)]
     return [hw.expand_dims(hw.iota(x, i, u32), rest) if rest else hw.iota(x, i, u32) for i, rest in enumerate(others)]
 

@@ -9,17 +9,16 @@ from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
 from hostweave.types.tensor import Dim
 
-Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from names to the index of the result
+Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or input -> index of the result
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In the list `outputs`, a
-    reshard to the input's sharding replaces each output that reuses an input.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Replaces these elements of
+    `outputs` by reshards to the input's sharding.
 
-    Each input needs exactly one qualifying output that no other input uses. An output qualifies under three conditions: its dtype, mesh and
-    dims are those of the input; the user gave the output no other sharding; the output is computed from the input. If `donate` gives the
-    index of the output, the output need not be computed from the input. An output with the dims in another order qualifies only if no
-    output has the input's shape.
+    Exactly one output must qualify for each input. An output qualifies under three conditions: its dtype, mesh and dims are those of the
+    input; the user gave the output no other sharding; the output is computed from the input, unless `donate` gives the index of the output.
+    An output with the dims in another order qualifies only if no output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -65,7 +64,7 @@ def _candidates(
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if the output has the dtype, mesh and dims (in any order) of the input, and the user did not state another sharding."""
+    """True if the output has the dtype, mesh and dims (in any order) of the input, and the user stated no other sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 
@@ -90,7 +89,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """Reshards an output to the input's sharding, and moves the output's name to the result."""
+    """Reshards an output to the input's sharding. The result takes the output's name."""
     target = given.type
     if output.type.shape != target.shape:  # the same dims in another order
         left = list(target.dims)

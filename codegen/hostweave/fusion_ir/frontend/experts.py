@@ -27,12 +27,11 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | the group's rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | the group's columns of `a` times the group's rows of `b` |
 
-    The second form computes the gradient of b of the first form. A group begins at the end of the previous group. The host does not read
-    the offsets. Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, result rows after the last
-    group are zeros. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, as the results of `moe_dispatch`
-    do.
+    The second form is the gradient of b in the first form. A group begins at the end of the previous group. Offsets must not decrease;
+    otherwise the CPU target raises ExecutionError. In the first form, result rows after the last group are zeros. 16-bit floats are summed
+    in f32. All operands may have a leading batch dim, as the results of `moe_dispatch` do.
 
-    E, K, N and T may be sharded. Each rank multiplies its shards. If a sharded dim is missing in the result, the result is a partial sum.
+    E, K, N and T may be sharded. If a sharded dim is not in the result, the result is a partial sum.
 
     Raises ProgramError for other shapes and dtypes.
 
@@ -47,7 +46,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _before(ends: Tensor) -> Tensor:
-    """Starts of the groups: 0, then all ends except the last."""
+    """Starts of the groups, from their ends."""
     return ends * 0 if ends.type.shape[-1] == Size() else hw.pad(ends[..., :-1], (1, 0))
 
 
@@ -107,8 +106,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
     of each index.
 
-    If `repeats` is a tensor, `total` is required: the size of the dim in the result. If `repeats` is an int, `total` is ignored. If the sum
-    of `repeats` is less than `total`, the last index is repeated until the result is full. Repetitions beyond `total` are cut off.
+    If `repeats` is a tensor, `total` must give the size of the dim in the result. The last index is then repeated until the result is full,
+    and repetitions beyond `total` are cut off. If `repeats` is an int, `total` is ignored.
 
     Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
@@ -127,7 +126,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
     places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
-    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions end before each place
+    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # per place, number of indices whose repetitions have ended
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
 
@@ -137,9 +136,9 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of `moe_routing`: the rank and the row of each choice. A choice is one of the k experts that a token chooses.
+    """Result of `moe_routing`: the rank and the row of each choice. Each token has k choices, one for each of its experts.
 
-    - `ends`, i32 [R, E/R]: for each of R ranks, the end of the rows of each of its experts. These are the offsets for `grouped_matmul`.
+    - `ends`, i32 [R, E/R]: on each of R ranks, the end of the rows of each expert. These are the offsets for `grouped_matmul`.
     - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
     """
 
@@ -160,9 +159,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
     r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default, `capacity` is large enough for all choices of a rank, so no choice is
-    dropped. With a smaller capacity, a rank drops choices of the highest-numbered experts first and, among these, choices of the last
-    tokens first. The device computes all counts; the host never reads them.
+    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. With a small capacity, a rank drops choices of
+    the highest-numbered experts first and, among these, choices of the last tokens first. The host never reads the counts.
 
     Raises ProgramError if the mesh has no such axis, or R does not divide the number of experts. With a capacity, R must also divide the
     number of tokens.
@@ -194,24 +192,24 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
             raise ProgramError.here(f"moe_routing: {why}; pad the tokens, or omit capacity=")
         room = _size_of(capacity, "moe_routing")
         ids, rows = _with_room(hw.astype(ids, i32), room, num_experts, split, ranks), room * ranks
-    flat = hw.astype(_on_all_ranks(hw.reshape(ids, str(total))), i32)  # the kernel that uses the gathered ids casts them
+    flat = hw.astype(_on_all_ranks(hw.reshape(ids, str(total))), i32)  # gathered before the cast, which is then part of the next kernel
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
-    found = indices.group_order(hw.where(is_own, local, own), 1, own)  # for each expert, its choices in the order of the tokens
+    found = indices.group_order(hw.where(is_own, local, own), 1, own)
     ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
     order, places = both[:, 0], both[:, 1]
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
-        order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row, which stays in the cache
+        order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # unused rows all read row 0, which stays in the cache
     of_choices = ranks, str(experts.type.shape[0]), choices
     places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
     return Routing(ends, rows, names, ranks, choices, order, places, is_own)
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
-    """Replaces the expert of each choice beyond the capacity by `num_experts`, an expert that no rank has."""
+    """Replaces the expert of each choice beyond the capacity by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
     places = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
@@ -228,9 +226,8 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
 def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     """Sends each row of x [T, H] to the ranks of its experts. The result [R, rows, H] is sharded over the axes of the routing.
 
-    On each rank, rows are sorted by expert, and rows of an expert are in the order of the tokens. `routing.ends` has the end of each
-    expert's rows. Rows after the last end are undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice,
-    as in the gradient of `moe_combine`.
+    On each rank, rows are sorted by expert, then by token. `routing.ends` has the end of each expert's rows. Rows after the last end are
+    undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice, as in the gradient of `moe_combine`.
 
     All ranks gather x, and each rank copies the rows of its experts.
 
@@ -252,8 +249,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
     first multiplied by the weight of its choice.
 
     The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
-    With `sent=hw.bf16`, each rank rounds its sums to bf16 before it sends them. This halves the bytes. The
-    sums over the ranks are then also rounded to bf16.
+    With `sent=hw.bf16`, the sums of a rank and the sums over ranks are rounded to bf16. This halves the bytes.
 
     Raises ProgramError for other shapes, and if `sent` is not a dtype of floats.
 
@@ -274,8 +270,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only H = 1, as in the
-    example. Each row is then the dot product of an expert's row and the gradient of the token's sum.
+    This function moves k times the bytes of `moe_combine`. The example is the gradient of the weights of `moe_combine`, for which H is 1.
 
     Raises ProgramError for other shapes.
 

@@ -30,11 +30,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. cuBLASLt does not support ints, so a generated kernel computes a matmul of ints. This kernel is much slower than a matmul
-    of floats.
+    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt does not support ints.
 
-    If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
-    result.
+    If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce. If a `reshard` shards the result, it is a
+    reduce-scatter.
 
     Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
 
@@ -56,9 +55,9 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | row and column | [M, 1] | [1, N] |
     | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
-    Shardings propagate as for `matmul`; a scale is sharded like its operand. A bias, `relu` or tanh `gelu` can become the epilogue of the
-    product. The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied
-    first. If cuBLASLt does not support the matmul, other ops compute it, and `Program.explain` reports this.
+    Shardings propagate as for `matmul`; a scale is sharded like its operand. The operands should be contiguous along K, as in
+    `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If cuBLASLt does not support the matmul, slower ops
+    compute it, and `Program.explain` says so.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -134,9 +133,9 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
     Returns x itself if it already has the dtype.
 
-    Casts to ints keep the low bits of the source int, or of the float converted to i64. So -1.0 becomes 4294967295 in u32 on all targets.
-    Floats from 2^63 to 2^64 are converted to u64 instead. NaN and floats outside the ranges of i64 and u64 become -2^63 in i64, 2^63 in
-    u64, and 0 in smaller int dtypes.
+    A cast from int to int keeps the low bits. A cast from float to int first converts to i64, or to u64 from 2^63 on, and keeps the low
+    bits. So -1.0 becomes 4294967295 in u32. NaN and floats outside the ranges of i64 and u64 become -2^63 in i64, 2^63 in u64, and 0 in
+    smaller int dtypes.
 
     A value too large for f8e4m3 becomes 448 or -448. A value too large for another float dtype becomes infinite.
 
@@ -184,8 +183,8 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
     """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are those of `hw.zeros`.
 
-    Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot represent the value. Floating dtypes round
-    `fill_value`.
+    A floating `dtype` rounds `fill_value`. Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot
+    represent the value.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
     """
@@ -254,7 +253,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
     """Index (i64) of the largest element along one dim, or in the flattened tensor if `axis` is None. Returns the first index if several
     elements are the largest. A NaN counts as the largest.
 
-    If a reduced dim is sharded, this dim is gathered first. With `keepdims`, each reduced dim stays, with one element.
+    A sharded reduced dim is gathered first. With `keepdims`, each reduced dim stays, with one element.
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
@@ -289,8 +288,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
 
-    The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or is the outermost of merged
-    or split dims. Other sharded dims are gathered, unless some sharding of the result needs no communication.
+    The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or if it is the outermost of
+    the dims that are merged or split. Other sharded dims are gathered, unless a sharding of the result needs no communication.
 
     Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.
 
@@ -332,9 +331,9 @@ def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
 
 @checked
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
-    """Broadcasts x to the given dims, aligned from the right. Dims of one element and missing dims are repeated.
+    """Broadcasts x to the given dims. Dims are aligned from the right; dims of one element and missing dims are repeated.
 
-    If a generated kernel reads the result, the op is part of this kernel. Otherwise a separate kernel copies the elements.
+    If a generated kernel reads the result, the broadcast is free. Otherwise a kernel copies the elements.
 
     Raises ProgramError if x does not broadcast to the dims.
 
@@ -348,7 +347,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, the dim is gathered first. Most ops that compute an operand write directly to the result, without a copy.
+    If dim `axis` is sharded, the dim is gathered first. Most operands are computed in place, without a copy.
 
     Raises ProgramError for an empty list, or if dtypes or other dims differ.
 
@@ -365,10 +364,10 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if `sources[i]` is None.
 
-    The dim is divided into as many equal blocks as there are sources. If each rank has one block, each rank sends its block to at most one
-    other rank.
+    The dim is divided into as many equal blocks as there are sources.
 
-    Raises ProgramError if a source names no block or a block is named twice, or if the number of blocks does not divide the dim.
+    Raises ProgramError if a source is not the index of a block, if two sources are the same block, or if the number of blocks does not
+    divide the dim.
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
@@ -403,7 +402,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """Returns the dims as one tuple. A caller passes them as separate arguments, or as one tuple or list."""
+    """Returns the dims as one tuple. `dims` has the separate dims, or one tuple or list of dims."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 
@@ -419,7 +418,7 @@ def _size_of(dim: SizeLike, kind: str) -> Size:
 
 @checked
 def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
-    """Changes the sharding of a tensor. The dims are those of x, each with the mesh axes that split it in the result. The compiler inserts
+    """Changes the sharding of a tensor. Write the dims of x, each with the mesh axes that split the dim in the result. The compiler inserts
     the communication.
 
     | from | to | communication |

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # value of every symbol when bounds of a slice are compared; divisible by all numbers up to 16
+LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by all numbers up to 16
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
-    """Part of x that the keys select. A key is a slice with a positive step, an int (drops its dim), `None` (adds a dim) or `...`.
+    """Part of x that the keys select: slices with a positive step, ints (drop a dim), `None` (adds a dim) and `...`.
 
     A slice must be within its dim, and must not be empty. If the size is symbolic, each call of the program checks that the slice fits.
     """
@@ -35,7 +35,7 @@ def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
 
 
 def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]:
-    """Expands `...` and missing keys: one key per dim, and None for each new dim."""
+    """Expands `...` and missing keys to `:`."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
             raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
@@ -99,7 +99,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are LARGE. The value may be a fraction, because divisibility is checked only in calls."""
+    """Value of a size if all its symbols are LARGE. May be a fraction, because only calls check divisibility."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):
@@ -110,7 +110,7 @@ def _if_large(size: Size) -> Fraction:
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
-    """Number of indices from start to stop. The step must divide a symbolic length."""
+    """Number of indices from start to stop."""
     length = stop - start
     if length.is_int:
         return Size(-(-int(length) // step))

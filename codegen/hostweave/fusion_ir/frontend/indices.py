@@ -23,7 +23,7 @@ def _numbers(x: Tensor, axis: int) -> Tensor:
 
 
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
-    """Inserts dims of one element: the result has `rank` dims, and the dims of `ids` begin at dim `axis`."""
+    """Inserts dims of one element, so that the result has `rank` dims and the dims of `ids` begin at dim `axis`."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
     return hw.expand_dims(ids, others) if others else ids
 
@@ -33,11 +33,11 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
 
 @_called("taken")
 def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
-    """Elements of x at `indices` along a dim. In the result, the dims of `indices` replace that dim.
+    """Elements of x at `indices` along a dim. The dims of `indices` replace this dim in the result.
 
-    `indices` is a tensor of ints from 0 to the size of the dim minus 1, with any number of dims. `axis` may be omitted if x is a vector. If
-    an index is negative or too large, the CPU target raises ExecutionError, and GPUs use the nearest valid index. If the dim is sharded,
-    the result is a partial sum: each rank reads the elements of its shard, and zeros for other indices.
+    `indices` is a tensor of ints, with any number of dims. The first element has index 0. If an index is negative or too large, the CPU
+    target raises ExecutionError, and GPUs use the nearest valid index. `axis` may be omitted if x is a vector. If the dim is sharded, the
+    result is a partial sum: each rank reads the elements of its shard, and zeros for other indices.
 
     Raises ProgramError for other dtypes, or if `axis` is missing.
 
@@ -74,8 +74,8 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
-    """Like `take_along_axis`, but dims of x other than `axis` may be longer than those of `indices`, as in torch. The additional elements
-    of x are not read. If the size of such a dim of `indices` is symbolic, x must have the same size.
+    """Like `take_along_axis`, but x may be longer than `indices` along dims other than `axis`, as in torch. The additional elements of x
+    are not read. If such a dim of `indices` has a symbolic size, x must have the same size.
 
     Raises ProgramError for other shapes.
 
@@ -186,10 +186,10 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    A cut dim is one that `update` does not cover. A start may vary along the dims before the first cut dim: with starts of shape [B], each
-    batch has a separate start. Starts are clamped as in `dynamic_slice`. If x is a donated input, or a temporary that is not used
-    afterwards, x is updated in place. A cut dim may be sharded: each rank writes the elements of its shard, and needs the whole update
-    along this dim.
+    Starts are clamped as in `dynamic_slice`. A dim is cut if `update` is shorter than x along the dim. A start may vary along the dims
+    before the first cut dim: a start of shape [B] is a separate start for each batch. A cut dim may be sharded; the update is then gathered
+    along this dim, and each rank writes the elements of its shard. If x is a donated input, or a temporary without later uses, x is updated
+    in place.
 
     Raises ProgramError if the update or the starts do not match x.
 
@@ -206,7 +206,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
 
 
 def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:
-    """Dims that the slice does not cover completely, each with its start."""
+    """Cut dims, each with its start."""
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
@@ -266,16 +266,15 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Inverse of a permutation: the position (i64) of each element in the sorted order. Equals `argsort(order)`, computed without a
-    sort."""
+    """Inverse of a permutation (i64). Equals `argsort(order)`, computed without a sort."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
-    """Sorts elements by group. Each element of x is the number of its group, or `groups` if it has no group.
+    """Sorts elements by group. Each element of x is the index of a group, or `groups` if the element has no group.
 
-    Returns three lists, concatenated along the dim, in i32: the end of each group; the index of the element at each sorted position; and
-    the sorted position of each element. The sort is stable. An element without a group has position 0. Unused positions have index 0.
+    Returns three i32 lists, concatenated along the dim: the end of each group, the index of the element at each sorted position, and the
+    sorted position of each element. The sort is stable. An element without a group has position 0, and an unused position has index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 
@@ -294,7 +293,7 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # largest k for which a GPU selects k elements instead of sorting all: kSorted of sort.h
+_MOST_CHOSEN = 2048  # up to this k, a GPU selects k elements instead of sorting all; equals kSorted of sort.h
 
 
 @checked
@@ -364,8 +363,8 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @checked
 def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
-    """Splits x along a dim, as in torch. An int gives parts of `sections` elements; the last part may be shorter. A list gives the length
-    of each part.
+    """Splits x along a dim, as in torch. If `sections` is an int, each part has this length, and the last part may be shorter. If
+    `sections` is a list, it has the length of each part.
 
     The parts are views.
 
@@ -416,8 +415,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, no logits are gathered. One all-reduce computes the largest logit of each row. A second all-reduce adds partial sums:
-    of the exponentials, and of the target's logit. See `take` for targets out of range.
+    If V is sharded, two all-reduces communicate a few numbers per row, and no logits are gathered. See `take` for targets out of range.
 
     Raises ProgramError for other shapes or dtypes, or an unknown reduction.
 
@@ -433,7 +431,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # so that one all-reduce reduces the two partial sums
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # one all-reduce then reduces both partial sums
     losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":

@@ -1,4 +1,4 @@
-"""Records ops in the trace of their operands, and checks arguments, for the public functions of ops."""
+"""Records ops in the trace of their operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class Recorder(Protocol):
-    """A trace, which records ops."""
+    """A trace."""
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -57,10 +57,10 @@ def record(
     written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
-    """Records one op and returns its result. `target` is the result type, or the parts of the type that the user stated.
+    """Records an op and returns its result. `target` is the stated type of the result, or a part of it.
 
-    An op without operands is recorded in the trace of the tensor `beside`, or of the function that is being traced. Error messages begin
-    with `written`, or with `kind` if `written` is empty. `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
+    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. Errors begin with `written` or, if
+    it is empty, with `kind`.
 
     Raises ProgramError if the op is not valid here.
     """
@@ -86,7 +86,7 @@ def record(
 
 
 def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
-    """Calls `make`, and converts its ValueError to a ProgramError at the user's line."""
+    """Calls `make`, and turns its ValueError into a ProgramError at the user's line."""
     try:
         return make(given)
     except ValueError as error:

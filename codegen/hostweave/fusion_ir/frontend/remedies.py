@@ -84,7 +84,7 @@ class SizeName(str):
         raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
-        """Remedy: the intended size as text, or advice."""
+        """Remedy: the intended size as text, if known."""
         operand = other._extent if isinstance(other, SizeName) else Size(other) if type(other) is int else None
         if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)

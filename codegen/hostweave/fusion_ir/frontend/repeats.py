@@ -46,14 +46,14 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # value -> name of its group or stack (see `runs`), and index in it
+        self.element: dict[str, tuple[str, int]] = {}  # value -> its group or stack (see `runs`), and its index there
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors that calls read one index after another
+        self.parts: list[Op] = []  # slices of tensors, of which each call reads one index
 
     def depth(self, calls: int) -> Size:
-        """`calls` as a size: symbolic if a parameter group has that many tensors, otherwise an int."""
+        """Number of calls as a size: symbolic if it is the length of a parameter group, otherwise an int."""
         if calls not in self.in_groups:
             return Size(calls)
         if calls not in self.sizes:
@@ -86,7 +86,7 @@ class _Rewriting:
         return self.name_of[column]
 
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[ParameterGroup | None, ...]]:
-        """Outputs of the program, the donated input of each output, and the parameter group of each output."""
+        """Outputs of the program, with the donated input and the parameter group of each one."""
         old = list(self.before.outputs)
         donated = dict(zip(old, self.before.donated or ("",) * len(old), strict=True))
         outputs: list[tuple[str, str, ParameterGroup | None]] = []
@@ -112,7 +112,7 @@ class _Rewriting:
         return names, into if any(into) else (), groups if any(groups) else ()
 
     def pin(self, run: Run) -> None:
-        """Makes the function return its results in the shardings that the next call and the program's outputs need."""
+        """Makes the function return its results in the sharding of the next call's operands and of the program's outputs."""
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
         wanted |= {at: type for at, (_, type) in run.placed.items()}

@@ -1,7 +1,7 @@
-"""Finds runs of calls that can become one repeat (see `repeats`), and the inputs and outputs that form parameter groups.
+"""Finds calls that can become one repeat (see `repeats`), and inputs and outputs that can become parameter groups.
 
-A stack is a tensor whose first dim has one index per call. At the index of a call, the stack has the value of one result or operand in this
-call.
+A column has the values of one operand, or of one result, in consecutive calls. A stack is a tensor that has these values along its first
+dim.
 """
 
 import re
@@ -18,12 +18,12 @@ from hostweave.types.tensor import TensorType
 
 MIN_CALLS = 2  # fewest calls that become a repeat
 
-Column = tuple[str, ...]  # values of one operand or of one result in consecutive calls, one per call
+Column = tuple[str, ...]
 Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run of calls or the column `what` cannot be merged. `repeat_calls` starts again without `what`."""
+    """The run or column `what` cannot be merged. `repeat_calls` starts again without it."""
 
     def __init__(self, what: object):
         self.what = what
@@ -31,14 +31,14 @@ class Unfit(Exception):
 
 @dataclass(eq=False)
 class Run:
-    """Consecutive calls of one function that become a repeat, and the role of each operand."""
+    """Consecutive calls of one function that become a repeat."""
 
     function: Fusion
     calls: tuple[Op, ...]
-    results: tuple[Column, ...]  # one column per result; "" for a result that is not used
-    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the result of the previous call that becomes the operand
-    each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group; call i reads its tensor i - 1
+    results: tuple[Column, ...]  # a name is "" if the result is not used
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> result of the previous call
+    each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type
     backward: bool = False
 
@@ -51,15 +51,15 @@ class Run:
         return tuple(zip(*(call.tensors for call in self.calls), strict=True))
 
     def in_order(self, column: Column) -> Column:
-        """Converts a column from the order of the calls to the order of stacks and groups."""
+        """Reverses a column if the calls are in the reverse order of stacks and groups."""
         return column[::-1] if self.backward else column
 
     def taken(self, operand: int) -> int:
-        """Index of the repeat's result that is the stack of an operand's values."""
+        """Index of the repeat's result that stacks the values of an operand."""
         return len(self.results) + operand
 
     def given(self, result: int) -> int:
-        """Index of the repeat's result that is the stack of a result's values."""
+        """Index of the repeat's result that stacks the values of a result."""
         is_carried = result in self.carried.values()
         return len(self.results) + len(self.columns) + result if is_carried else result
 
@@ -68,13 +68,13 @@ class Run:
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Stacks that a later run may read: columns -> indices of the repeat's results."""
+        """Stacks for later runs: maps columns to indices of the repeat's results."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
 
 def _counts_up(column: Column) -> bool:
-    """True if the names of a column differ only in one number, which increases by one from name to name."""
+    """True if the names differ only in a number, which increases by one."""
     return ParameterGroup(column[0], column[-1], "").names == column
 
 
@@ -105,11 +105,11 @@ class Runs:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # shorter runs are tried too, because a model may return the carried values of all layers except the last
+                # shorter runs too, because a model may return the carried values of all layers but the last
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= MIN_CALLS and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
-                    run = None  # all operands are shared, so `share_equal_ops` merges these calls
+                    run = None  # equal calls, which `share_equal_ops` merges
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}
@@ -118,8 +118,7 @@ class Runs:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """Length of the longest prefix of calls in which each operand has one role: carried from one result, shared by all calls, or
-        different in each call."""
+        """Length of the longest prefix of calls in which each operand has one role: `carried`, `shared`, or `in turn`."""
         in_turn = {name for column in self.stacks for name in column} | self.inputs | self.selects.keys()
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -130,9 +129,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls, three facts: the possible roles if one of the two values is in a group or stack; the
-        possible roles otherwise; the two values, if they differ. `in turn` means that each call reads another tensor of a group or
-        stack."""
+        """Possible roles of each operand of two consecutive calls: if a value is in a group or stack, and otherwise; then the two values,
+        if they differ. `in turn`: each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -142,12 +140,12 @@ class Runs:
         return self.roles[call.result.name]
 
     def results_of(self, call: Op) -> list[str]:
-        """Names of the results of a call, with "" for a result that is not used."""
+        """Names of the results of a call, or "" for an unused result."""
         assert call.callee is not None
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> Run | None:
-        """The run of these calls, or None if they cannot become a repeat."""
+        """The run of these calls. None if they cannot become a repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
@@ -172,12 +170,12 @@ class Runs:
             run.each = {at: column for at, column in run.each.items() if at not in late}
             if len(run.lagged) == len(late):
                 return run
-        if not self.stacks:  # later attempts have fewer groups, so they would fail too
+        if not self.stacks:  # later attempts have fewer groups, and would fail too
             self.unfit.add(run.key)
         return None
 
     def placed(self, run: Run, at: int) -> tuple[Column, TensorType] | None:
-        """The reshards of a result, and their type, if the result has no other uses. The function can then reshard the result."""
+        """The reshards of a result, and their type, if the result has no other uses. The function then does the reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -186,8 +184,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group from which a lagged column reads, or (). After its first value, the column has all tensors of the stack or
-        group except the last one."""
+        """The stack or group whose tensors, except the last, follow the first value of a lagged column. () if there is none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -198,11 +195,10 @@ class Runs:
         return ()
 
     def is_stack(self, column: Column) -> bool:
-        """True if these values are a stack of an earlier run, or are at consecutive indices of one tensor."""
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
-        """True if these values are at consecutive indices of the outermost dim of one tensor, such as seeds of random numbers."""
+        """True if these values are at consecutive indices of the outermost dim of one tensor."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""
         expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []
@@ -219,8 +215,8 @@ class Runs:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order. Inputs of interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if a
-        column that a run needs is not at regular distances."""
+        """Inputs in order. Interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if the inputs
+        of a column are not at regular distances."""
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
         wanted = {column: column for column in columns if not self.is_stack(column)}
         counts = Counter(name for column in wanted for name in column)
@@ -246,7 +242,7 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. Others are groups without names in `used`."""
+        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`; the others have no names in `used`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -262,7 +258,7 @@ class Runs:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
-        """Maps each column of returned results to its run, the index of the result, and the type of a later reshard or None."""
+        """Maps columns of returned results to the run, the index of the result, and the type of a later reshard or None."""
         found: dict[Column, tuple[Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -279,14 +275,14 @@ class Runs:
         return found
 
     def is_kept_otherwise(self, run: Run, at: int) -> bool:
-        """True if a carried value is updated in place, or if another run reads all values of its operand."""
+        """True if a carried value is updated in place, or another run reads all its values."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that are this value or a reshard of it."""
+        """Outputs that are this value or a reshard of it."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f64
 
-# (text in the op table, True for bitwise) -> op: `a + b` -> add
+# ("a + b" of the op table, True for bitwise) -> op
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}
 
 
@@ -68,7 +68,7 @@ class Tensor:
 
     @property
     def type(self) -> TensorType:
-        """Type: dtype and global dims, and the sharding if the user stated it."""
+        """Dtype and global dims, and the sharding if the user stated it."""
         return self._value.type
 
     @property
@@ -105,17 +105,17 @@ class Tensor:
 
     @checked
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
-        """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
+        """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns this tensor.
 
-        - `chunks` is the number of iterations. If it is omitted, each index is one iteration.
+        - `chunks` is the number of iterations, by default one for each index.
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
-        The compiler chooses `chunking` and `algorithm` if they are omitted. In loops by shard, ranks exchange shards in the order of ring
-        collectives (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
+        The compiler chooses `chunking` and `algorithm` if they are omitted. If the number of chunks does not divide the rows of a shard,
+        the last chunk is smaller. Source of the order in which ranks exchange shards: ring collectives (Patarasuk and Yuan, 2009).
 
-        Raises ProgramError if an argument is invalid, or if no loop can compute the tensor: an input, a result of a function, an already
-        streamed tensor, or a tensor whose op needs the whole dim at once.
+        Raises ProgramError if an argument is invalid, or if no loop can compute the tensor. Examples are inputs, results of functions, and
+        ops that need the whole dim at once.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
@@ -243,10 +243,9 @@ class Tensor:
 
 
 class _Trace:
-    """Values of one function that is being traced. During tracing, their names are consecutive numbers.
+    """Values of a function that is being traced. Until the end of tracing, their names are consecutive numbers.
 
-    `functions` maps each called function to its fusion, or to None while the function is being traced. `sources` has the user kernels by
-    name.
+    `functions` maps each called function to its fusion, or to None during its tracing. `sources` has the user kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -273,7 +272,8 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` contains the tensors among the operands, and possibly another tensor of the trace."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors or, for an op without operands, a tensor of the
+        trace."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
@@ -307,7 +307,7 @@ class _Trace:
         return returned
 
     def look_at_variables(self) -> None:
-        """Names tensors after the variables of all active functions of the user."""
+        """Names tensors after the variables of the user's active functions."""
         frames, frame = list[FrameType](), sys._getframe(1)
         while frame.f_back is not None and frame.f_code is not self.call.__code__:
             frames += [] if is_of_package(frame) else [frame]
@@ -317,8 +317,8 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after variables of the frames, by default of all recorded frames. Frames of returned functions still have their
-        variables. Tensors from before a frame are arguments, and keep their names."""
+        """Names tensors after variables of the frames, by default of all recorded frames. Tensors from before a frame are arguments, and
+        keep their names."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]
@@ -340,7 +340,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts an int to a float if `is_float`. Subclasses of int and float become plain numbers."""
+    """Plain Python number, as a float if `is_float` and the float is exact."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):
@@ -349,7 +349,7 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """Resolves the mesh of a type in a program on mesh `program`. The program's own mesh becomes None."""
+    """Resolves the mesh of a type in a program on mesh `program`: None if it is the program's mesh."""
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:

@@ -1,4 +1,4 @@
-"""Tracing: calls a function once with symbolic tensors, and keeps the ops on which its results depend."""
+"""Tracing: calls a function with symbolic tensors, and keeps the ops on which its results depend."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
 
     - `inputs` gives the type of each parameter by name: a dtype and dims, such as `hw.bf16["M@x", "K"]`. A parameter `**weights` receives
       the inputs that are not named parameters.
-    - `mesh` is the mesh of ranks. Without a mesh, the program runs on one device.
-    - `donate` names inputs whose memory a result reuses. After a call, the caller's array has the contents of this result. The result must
-      have the input's dtype and dims, must be computed from the input, and gets the input's sharding. A result with the dims in another
-      order is chosen only if no result has the input's shape. If several results match, use `donate={"m": 1}` to choose result 1, which
-      need not be computed from m.
+    - `mesh` is the mesh of ranks, by default one device.
+    - `donate` names inputs whose memory a result reuses. After a call, the caller's array contains this result. The result must have the
+      input's dtype and dims, must be computed from the input, and gets the input's sharding. If several results match, `donate={"m": 1}`
+      chooses result 1 for the input m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor or a tuple of
     tensors.
@@ -101,8 +100,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
-    """Names of the inputs in order: the function's parameters, then the inputs for its `**weights`. A parameter with a default and no type
-    is not an input."""
+    """Names of the inputs: the function's parameters, then the inputs for its `**weights`. A parameter with a default and no type is not an
+    input."""
     here = f"{word} @{name_of(function) or 'program'}"
     try:
         declared = inspect.signature(function).parameters.values()
@@ -134,7 +133,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Copies each result that is an input or is returned twice, so that a separate op computes each result."""
+    """Copies results that are inputs or returned twice, so that each result has an op."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -143,7 +142,6 @@ def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
-    """The fusion of all ops on which the outputs depend, with final names."""
     needed = {tensor._value.name for tensor in outputs}
     for number, tensor in reversed(trace.tensors.items()):
         if number in needed and tensor._op:
@@ -165,7 +163,7 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 @checked
 def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
-    """Decorator for a function that is traced and compiled once and called any number of times, such as a layer of a model.
+    """Decorator for a function that a fusion calls several times, such as a layer of a model. The function is traced and compiled once.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
     argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`. A
@@ -186,8 +184,7 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
 
 class Function:
-    """A function of tensors that fusions and other functions can call, created by `hw.block`. The function becomes one function of each
-    calling program."""
+    """A function that fusions and other functions can call, created by `hw.block`."""
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
         self.name, self._donate = name_of(function), donate
@@ -240,7 +237,7 @@ class Function:
             try:
                 trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
             finally:
-                if trace.functions[self] is None:  # tracing raised an error; the function may be called again
+                if trace.functions[self] is None:  # tracing raised an error
                     del trace.functions[self]
         found = trace.functions[self]
         if found is None:
@@ -254,7 +251,7 @@ class Function:
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
 
-    If only the reshard in `return hw.reshard(loss)` reads its operand, the output is named `loss`, and the operand `loss_before`.
+    In `return hw.reshard(loss)`, the output is named `loss`, and the operand `loss_before`, if nothing else reads the operand.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -278,12 +275,12 @@ class _Names:
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that the user named, and results of ops that only move their elements
-        self.subjects: dict[str, str] = {}  # value with a derived name -> name of the operand in the derived name
-        self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value from which the elements come
+        self.given = set(given)  # values that the user named, and results that only move their elements
+        self.subjects: dict[str, str] = {}  # value -> operand's name in its derived name
+        self.sources: dict[str, str] = {}  # result that only moves elements -> name of the value that it moves
 
     def claim(self, number: str, wanted: str) -> None:
-        """Names a value `wanted`, with a number if that name is taken. Does nothing if the value has a name."""
+        """Names a value `wanted`, with a number if that name is taken, unless the value has a name."""
         while number not in self.of:
             self.counts[wanted] = self.counts.get(wanted, 0) + 1
             name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"

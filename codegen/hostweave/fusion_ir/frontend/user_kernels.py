@@ -59,9 +59,9 @@ def kernel(
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
 
-    If an input's type or a `reshard` states the sharding of a tensor, the tensor keeps this sharding. Any other tensor is gathered first.
-    `grid` is the number of elements: a dim, or the product of several dims. Each thread block has `block` threads and handles `per`
-    elements, so `ceil(grid / per)` thread blocks are launched.
+    Tensors keep a sharding that an input's type or a `reshard` states. Other tensors are gathered first. `grid` is the number of elements:
+    a dim, or the product of several dims. A thread block has `block` threads and handles `per` elements, so there are `ceil(grid / per)`
+    thread blocks.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but
@@ -111,7 +111,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """Lines of a source, and the location of the first line. A text that is not in the user's file has the location of the call."""
+    """Lines of a source, and the location of the first line: in a file, or the call."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

@@ -1,4 +1,4 @@
-"""The table of the fusion IR's ops, and functions that look up facts in it."""
+"""The table of ops of the fusion IR, and look-ups in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,8 +30,8 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if no operand is a tensor,
-    or if the dtype cannot represent a number."""
+    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if there is no tensor, or
+    if the dtype cannot represent a number."""
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
         return ()
@@ -47,18 +47,18 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if the dtype can represent a Python number. A bool needs dtype bool. A float needs a float dtype. An int needs an int dtype with
-    enough bits, or a float dtype and a magnitude below 2^1023."""
+    """True if the dtype can represent a Python number. Float dtypes represent all floats, and ints with a magnitude below 2^1023,
+    rounded."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":
-        return isinstance(number, float) or abs(number) < 1 << 1023  # an int that a float can represent
+        return isinstance(number, float) or abs(number) < 1 << 1023
     bits = 8 * dtype.itemsize - (dtype.kind == "int")
     return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
 
 
 def infer_type(op: Op, operands: Types) -> TensorType:
-    """Type of the result without sharding. Raises ProgramError if the operands are not valid."""
+    """Type of the result without sharding. Raises ProgramError if the operands are invalid."""
     try:
         derived, mesh = OPS[op.kind].infer(operands, op), _common_mesh(op, operands)
     except Mismatch as mismatch:
@@ -67,7 +67,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of a result: stated by functions, reshards and ops without operands, and otherwise that of the operands."""
+    """Mesh of a result: stated for functions, reshards and ops without operands, otherwise that of the operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
@@ -89,7 +89,7 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
 
 
 def communicates(op: Op) -> bool:
-    """True if an op moves data between ranks, or calls a function that does so."""
+    """True if an op, or a function that it calls, moves data between ranks."""
     if op.callee:
         return any(map(communicates, op.callee.all_ops))
     return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
@@ -100,7 +100,7 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """Reason, such as "joined", why a chunk loop cannot iterate over a dim of the result. "" if a loop can."""
+    """Reason, such as "joined", why a chunk loop cannot iterate over a dim of the result, or ""."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

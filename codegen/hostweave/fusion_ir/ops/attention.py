@@ -1,16 +1,15 @@
 """Scaled dot-product attention, its log-sum-exps, and its gradients.
 
-An `attention` and an `attention_lse` with the same queries, keys and attributes are lowered to one instruction. The matrix of scores is
-never materialised. Optional operands follow the required operands:
+An `attention` and an `attention_lse` with the same queries, keys and attributes become one instruction. Optional operands follow the
+required operands:
 
 - lengths, the number of valid keys per batch;
-- the bias of the scores, if the attribute `bias` is set;
-- the offsets of packed sequences, if the attribute `packed` is set: the start of each sequence, and the end of the last sequence. A row
-  sees only keys of its sequence.
+- a bias of the scores, if the attribute `bias` is set;
+- the starts of packed sequences and the end of the last one, if the attribute `packed` is set. A row attends only to keys of its sequence.
 
-With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last blocks may be short or
-empty. The result has an additional first dim, the block, which is sharded like the keys. Lengths have this dim too, and count the valid
-keys of each block. If a row sees no key of a block, the result of the block for this row is 0, and the log-sum-exp is -inf.
+With the attribute `blocks`, the keys are cut into so many blocks, and the result has a first dim for the blocks, which is sharded like the
+keys. The last blocks may be short or empty. Lengths have this dim too, and count the valid keys of each block. A row without keys in a
+block has result 0 and log-sum-exp -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,18 +27,17 @@ from hostweave.types.zigzag import order_of_pieces
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
-LEAST_SCORE = -1e30  # lower bound of the number subtracted from a row of scores, so that a row with only -inf gives no NaN
-# the diagonal of a causal mask begins at the first row and column, or ends at the last row and column
+LEAST_SCORE = -1e30  # lower bound of the number that is subtracted from scores, so that a row of -inf gives no NaN
+# the diagonal of a causal mask begins at the first row and column, or ends at the last ones
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
 BIAS_GRADIENT = GRADIENTS[3]
-COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # number of required operands of each kind
+COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # required operands
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Maps the words lengths, bias and offsets to entries of `operands`. Omits masks that the op lacks. `operands` has one entry per
-    operand of the op."""
+    """Entries of `operands` that belong to the masks lengths, bias and offsets, for masks that the op has."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -50,7 +48,7 @@ def _attention(types: Types, op: Op) -> TensorType:
 
 
 def _rows(types: Types, op: Op) -> TensorType:
-    """Type of the log-sum-exps: one element per row of the queries."""
+    """Type of the log-sum-exps."""
     count, masks = COUNTS[op.kind], masks_of(op, types)
     if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
         more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
@@ -129,8 +127,8 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values. Keys can be split only into blocks.
-    Loops can iterate only over blocks, because masks depend on positions of rows, and query heads may share a key head."""
+    """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values, and keys only in blocks. Loops can
+    iterate only over blocks, because masks depend on the positions of rows, and query heads may share a key head."""
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
     batch = numbered(types[0].shape[:-3], "b")
@@ -154,8 +152,8 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. With `from_end`, the number of
-    valid columns is added to the diagonal. If `reversed` is not 0, the rows are stored as this many blocks, the last block first."""
+    """Masks of the scores. Row i attends to columns up to i + diagonal, within its window, length and sequence. `from_end` adds the number
+    of valid columns to the diagonal. If `reversed` is not 0, the rows are so many blocks, the last one first."""
 
     diagonal: int | None = None
     window: int = 0
@@ -167,13 +165,13 @@ class Masks:
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
-    """NumPy reference of attention: the result and the log-sum-exps. A row that sees no column has zeros and -inf."""
+    """NumPy reference: the result and the log-sum-exps, which are 0 and -inf for a row without columns."""
     q, k, v = operands
     k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if 0 < x.shape[-3] < q.shape[-3] else x for x in (k, v))
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
-    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # a sum is at least exp(0), or 0 if the row sees no column
+    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # at least exp(0), or 0 for a row without columns
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 
@@ -188,7 +186,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
         distance = rows + masks.diagonal + (ends if masks.from_end else 0) - columns
         hidden = hidden | (distance < 0) | ((distance >= masks.window) if masks.window else False)
     if masks.offsets is not None:
-        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # number of sequences that have begun at each token
+        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # for each token, number of sequences that have begun
         in_one = (begun > 0) & (begun < masks.offsets.shape[-1])
         apart = (begun[..., :, None] != begun[..., None, :]) | ~in_one[..., None, :]
         hidden = hidden | apart[..., None, :, :]
@@ -199,10 +197,10 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
         (q, k, *others), rest = operands[:count], list(operands[count:])
-        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of bias and offsets is given
+        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of them is given
         lengths = rest.pop() if rest else None
         if kind == "attention_lse":
-            others = [k]  # the values are not used
+            others = [k]  # not used
         diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
         masks = Masks(diagonal, how.get("window", 0), causal == BOTTOM_RIGHT, lengths, bias, offsets, how.get("reversed", 0))
         if pieces:
@@ -229,7 +227,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
 
 
 def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, ...]:
-    """NumPy reference of the backward pass: gradients of queries, keys and values, and of the bias if there is one."""
+    """NumPy reference of the gradients of queries, keys, values and, if given, the bias."""
     q, k, v, output, given, lse = operands
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
@@ -265,7 +263,7 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients. Those of keys and values are sums over rows, and that of a bias over its broadcast dims."""
+    """Index map of gradients. Those of keys and values are sums over rows; that of a bias is a sum over its broadcast dims."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)
@@ -276,7 +274,7 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-KERNEL_HEADS = (64, 128, 256)  # head sizes for which this package compiles kernels; a smaller head uses the next larger kernel
+KERNEL_HEADS = (64, 128, 256)  # kernels of this package; a smaller head uses the next larger kernel
 MAX_HEAD = KERNEL_HEADS[-1]
 
 
@@ -287,7 +285,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
     if not 3 <= len(query.dims) <= 4:
         return "it has more than one leading dim"
     heads = query.shape[-1], value.shape[-1]
-    step = 1 if query.dtype == f32 else 8  # cuDNN supports f16 and bf16, and reads 16 bytes at once
+    step = 1 if query.dtype == f32 else 8  # cuDNN, for f16 and bf16, reads 16 bytes at once
     if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
         multiples = f" that are multiples of {step}" if step > 1 else ""
         return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are not ints{multiples}, up to {MAX_HEAD}"
@@ -295,16 +293,16 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """True if CUDA may need kernels of this package, because cuDNN does not support the op, at least for some sizes."""
+    """True if cuDNN does not support the op for some sizes, so that CUDA needs kernels of this package."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
     at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
     beside_bias = op[HAS_BIAS] and (op[WINDOW] > 0 or not (sees_all or at_top_left))
     in_the_middle = has_lengths and not sees_all and bool(rows.axes)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
-    # cuDNN supports packed sequences with heads of these sizes
+    # head sizes for which cuDNN supports packed sequences
     packs = query.shape[-1] == value.shape[-1] and (head := int(query.shape[-1])) % 16 == 0 and head >= 32
-    # if keys have fewer heads than queries, cuDNN's support of gradients depends on the memory layout
+    # if keys have fewer heads than queries, support of gradients depends on the memory layout
     packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
@@ -322,7 +320,7 @@ _IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 _SCORES = ((0, -1),)
 for _index, (_kind, _typed) in enumerate((("attention", _attention), ("attention_lse", _rows))):
     OPS[_kind] = OpDef(None, _typed, _map, _numpy(attended, _kind, _index), _IN_BLOCKS, scores_add_up=_SCORES, whole=_WHOLE)
-_ROWS, _HEAD = (0, -2), (2, -1)  # (operand, dim) pairs that gradients sum over: the rows, and the last dim of the values
+_ROWS, _HEAD = (0, -2), (2, -1)  # (operand, dim) pairs over which gradients are sums: the rows, and the last dim of the values
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,), (_HEAD,))):
     OPS[GRADIENTS[_index]] = OpDef(
         None,

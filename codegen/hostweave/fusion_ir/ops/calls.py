@@ -30,21 +30,21 @@ def stacked(type: TensorType, depth: Size) -> TensorType:
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Maps each carried operand of a repeat to the index of the previous call's result that replaces the operand."""
+    """Maps each carried operand of a repeat to the result of the previous call that replaces it."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Maps each lagged operand of a repeat to the operand that replaces it in call 0. Call i reads tensor i - 1 of a lagged operand."""
+    """Maps each lagged operand of a repeat to the operand that replaces it in call 0."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of the result at `index` of a call or a repeat. The results of a repeat are those of the function, then a stack for each carried
-    operand, then a stack for each returned result."""
+    """Type of result `index` of a call or a repeat. The results of a repeat are those of the function, then the stacks of operands, then
+    the stacks of results."""
     assert op.callee is not None
     types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
@@ -62,11 +62,10 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Type of the first result of a repeat. A repeat calls a function `depth` times. With `backward`, call 0 is the last one.
+    """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
 
     For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
-    gets a replacement from the end of the operand list. Only the first call gets an operand in `carried`. Each later call gets a result of
-    the previous call instead.
+    gets an operand from the end of the list. For an operand in `carried`, each call except the first gets a result of the previous call.
     """
     function = op.callee
     assert function is not None
