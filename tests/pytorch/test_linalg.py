@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -77,6 +78,19 @@ def test_as_torch(name: str, n: int) -> None:
         )
     for one, other in zip(made if isinstance(made, tuple) else [made], want if isinstance(want, tuple) else [want], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "solve" in name or name in ("lower", "from the right", "unit", "transposed")])
+def test_infinities_and_nans_reach_the_same_elements(name: str) -> None:
+    op, draw = CASES[name]
+    for seed, n in enumerate([1, 2, 4, 5, 5, 7, 8, 9, 16, 17, 31, 32]):
+        torch.manual_seed(seed)
+        args, kwargs = draw(n)
+        right = next(one for one in args if one.is_floating_point() and (one.ndim == 2 or one.shape[-1] != one.shape[-2]))
+        right[tuple(int(torch.randint(size, ())) for size in right.shape)] = [math.inf, -math.inf, math.nan][seed % 3]
+        made, want = LINALG[op](*args, **kwargs), op(*args, **kwargs)
+        made, want = (one[0] if isinstance(one, tuple) else one for one in (made, want))
+        torch.testing.assert_close(made, want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_every_op_is_tested_and_larger_ones_are_refused() -> None:

@@ -82,6 +82,7 @@ OF_LINEAR: dict[str, Callable[[Any], Any]] = {
     "norm of order 3": lambda y: y.norm(3, dim=1),
     "layer_norm over two dims": lambda y: F.layer_norm(y, (ROWS, DIM)),
     "embedding_bag": lambda y: F.embedding_bag(INDEX, y, mode="mean"),
+    "pdist": F.pdist,
     "cdist": lambda y: torch.cdist(y, y[:2] + 1, p=1.0),
     "softplus": lambda y: F.softplus(y * 100),
     "narrower pad": lambda y: F.pad(y, (1, -2, 0, 1)),

@@ -350,7 +350,7 @@ def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, a
 
 
 def _norm(x: torch.Tensor, p: float) -> Any:
-    return torch.linalg.vector_norm(x, p, -1) if x.shape[-1] else x.sum(-1)
+    return torch.linalg.vector_norm(x, p, -1) if x.numel() else x.sum(-1)
 
 
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -> Any:
@@ -358,8 +358,7 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -
 
 
 def pdist(x: torch.Tensor, p: float = 2) -> Any:
-    pairs = [(i, j) for i in range(x.shape[0]) for j in range(i + 1, x.shape[0])]
-    first, second = (torch.tensor([pair[place] for pair in pairs], dtype=torch.int64, device=x.device) for place in (0, 1))
+    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)  # torch.export rejects torch.tensor(list) in rules
     return _norm(x[first] - x[second], p)
 
 

@@ -1,8 +1,8 @@
 """ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows and columns. A factorisation has one step per
 pivot. The module `composed` uses these rules.
 
-Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Triangular matrices of any
-size are inverted by blocks.
+Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Larger triangular matrices
+are inverted by blocks.
 """
 
 import math
@@ -44,7 +44,20 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
+    """Solves a x = b. Up to `_ROWS` rows are substituted one by one, so an infinity or NaN in a row of b reaches only rows that depend on
+    this row, as in torch. Larger matrices are inverted, because each row takes a kernel."""
+    n = a.shape[-1]
+    if n > _ROWS:
+        return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    rest, solved = b.expand(*shape, *b.shape[-2:]), list[Any]()
+    for k in reversed(range(n)) if upper else range(n):
+        at = k if upper else 0  # place of row k in `rest`
+        x = rest[..., at : at + 1, :]
+        solved.append(x if unit else x / a[..., k : k + 1, k : k + 1])
+        others, factors = (rest[..., :k, :], a[..., :k, k : k + 1]) if upper else (rest[..., 1:, :], a[..., k + 1 :, k : k + 1])
+        rest = others - factors * solved[-1]
+    return torch.cat(solved[::-1] if upper else solved, -2)
 
 
 def _inverse(a: Any, unit: bool) -> Any:
@@ -129,10 +142,10 @@ def lu_factor_ex(a: Any, *, pivot: bool = True) -> Any:
     return factors, pivots, _first(failed)
 
 
-def _order_of(pivots: Any, rows: Any) -> Any:
-    """Source of each row after all row exchanges. `pivots` contains the pivot row of each step."""
+def _order_of(pivots: Any, rows: Any, undone: bool = False) -> Any:
+    """Source of each row after all row exchanges, or after these exchanges are undone. `pivots` contains the pivot row of each step."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
-    for k in range(pivots.shape[-1]):
+    for k in reversed(range(pivots.shape[-1])) if undone else range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
         order = torch.gather(order, -2, torch.where(rows == k, chosen, torch.where(rows == chosen, k, rows)))
     return order
@@ -167,12 +180,12 @@ def _solved_by(factors: Any, order: Any, b: Any) -> Any:
 def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     shape = torch.broadcast_shapes(factors.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     factors, pivots, b = (one.expand(*shape, *one.shape[-count:]) for one, count in ((factors, 2), (pivots, 1), (b, 2)))
-    order = _order_of(pivots, _rows(factors))
+    order, right = _order_of(pivots, _rows(factors), undone=left == adjoint), b if left else b.mT
     if left != adjoint:
-        made = _solved_by(factors, order, b if left else b.mT)
-        return made if left else made.mT
-    turned = _solved(factors.mT, _solved(factors.mT, b if left else b.mT, False), True, True)
-    made = torch.matmul(_permutation(order, b.dtype), turned)
+        made = _solved_by(factors, order, right)
+    else:
+        turned = _solved(factors.mT, _solved(factors.mT, right, False), True, True)
+        made = torch.gather(turned, -2, order.expand(turned.shape))
     return made if left else made.mT
 
 
