@@ -1,4 +1,4 @@
-"""The class Compiled: a program with its host IR, its C++, and the module that is built from the C++."""
+"""A compiled program: its host IR, its C++, and the module that is built from the C++."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hostweave.targets.target import Target, find_target
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-if TYPE_CHECKING:  # imported on first use, see Compiled.report
+if TYPE_CHECKING:  # These are imported on first use, see Compiled.report.
     from hostweave.timeline.events import Timeline
     from hostweave.timeline.report import Report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # factor by which MAX_ELEMENTS is larger for a check that the user requests
+ASKED = 10  # factor on MAX_ELEMENTS for a check that the user requests
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
@@ -49,15 +49,14 @@ class Compiled:
     target: Target
     options: Options
     unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
-    variant: str = ""  # difference of a variant from the user's program, for messages: "in sequence"
+    variant: str = ""  # difference of a variant from the user's program, such as "in sequence"
 
     @property
     def title(self) -> str:
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
-        """Implements `Program.check`."""
-        from hostweave.check.check import MAX_ELEMENTS, check  # NumPy is imported only for a check
+        from hostweave.check.check import MAX_ELEMENTS, check  # NumPy is imported only for a check.
 
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
@@ -72,20 +71,20 @@ class Compiled:
         """The same program without the chunk loops that the compiler chose."""
         made, choices = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks]:
-            choices |= dict.fromkeys(loops, IN_SEQUENCE)  # repeated, because the compiler may then choose other loops for the same matmuls
+            choices |= dict.fromkeys(loops, IN_SEQUENCE)  # The compiler may then choose other loops for the same matmuls.
             made = self.otherwise("in sequence", choices=choices)
         return made
 
     @cached_property
     def marked(self) -> Compiled:
-        """The same program with marks around its instructions. The marks measure when the instructions run."""
+        """The same program with marks, which measure when its instructions run."""
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)
         return replace(self, given=program, host=program, variant="with marks")
 
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
-        """Returns the same program with constants in place of these sizes, or None if that is impossible."""
+        """The same program with constants in place of these sizes, or None if that is impossible."""
         if not isinstance(self.given, Fusion) or self.given.user_kernels:
             return None
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
@@ -176,7 +175,6 @@ class Compiled:
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
-    """Implements `hw.compile`."""
     begin = perf_counter()
     host = lower(given, options)
     made = Compiled(given, host, find_target(target), options, variant=variant)

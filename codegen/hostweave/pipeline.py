@@ -110,11 +110,11 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 
 _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 
-# Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
+# These passes take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Invariants of the host IR. The first pass of an entry establishes the invariant, and the second pass, if any, may break it. A host program
-# that a user wrote need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
+# Invariants of the host IR. The first pass of an entry establishes the invariant. The second pass, if any, may break it. A user's host
+# program need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -126,8 +126,8 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. Passes up to `choose_overlap` are skipped for a fusion that already has chunk loops. A host
-    program is only verified.
+    """Lowers a fusion to a host program. If the fusion already has chunk loops, skips the passes up to `choose_overlap`. A host program is
+    only verified.
 
     `observe(name, program)` is called first for the input, with the name "input", then for the result of each pass.
     """
@@ -148,7 +148,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
-    """Returns the program after each pass that changed it, with the name of the pass."""
+    """Name of each pass that changed the program, and the program after it."""
     found: list[tuple[str, Fusion | HostProgram]] = []
 
     def note(name: str, stage: Fusion | HostProgram) -> None:
@@ -160,7 +160,7 @@ def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, F
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
-    """Raises ProgramError if the program lacks one of the sizes. Also raises ProgramError for an impossible dim, such as M/2 for M = 7."""
+    """Raises ProgramError if the program lacks one of the sizes, or for an impossible dim, such as M/2 for M = 7."""
     if not sizes:
         return
     types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]
@@ -217,7 +217,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """Returns the same computation on one device, and the dtypes of its values. If there is none, returns the reason, and an empty set."""
+    """The same computation on one device, and the dtypes of its values. If there is none, the reason, and an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

@@ -11,13 +11,13 @@ from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
 
-MOST_PER_GROUP = 16  # maximum number of variants for particular sizes in a group; each variant has separate memory
+MOST_PER_GROUP = 16  # most variants for particular sizes in a group; each variant has its own memory
 
 Constants = tuple[tuple[str, int], ...]
 
 
 class Runner(Protocol):
-    """An object that runs a program and owns its resources."""
+    """Runs a program and owns its resources."""
 
     compiled: Compiled
 
@@ -29,13 +29,13 @@ R = TypeVar("R", bound=Runner)
 
 class Variants(Generic[R]):
     """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that exist. Only
-    information that all ranks share selects a variant, so all ranks select the same variant."""
+    information that all ranks share selects a variant, so all ranks select the same one."""
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
         """`running` creates the object that runs a variant."""
         self._compiled, self._running = compiled, running
         self._made: dict[Hashable, R | None] = {}  # None if the variant would equal the program itself
-        # Latest variants with constants in place of sizes, by group. For `run`, the key is the runner in place of a group.
+        # Latest variants with constants in place of sizes, by group. For `run`, the key is the runner.
         self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
         self._lock = reset_after_fork(threading.Lock())
@@ -74,7 +74,7 @@ class Variants(Generic[R]):
         `Compiled.at_sizes` returns None.
 
         `owner` is a group, or the runner of `Program.run`. Each owner keeps the variants for its last few sizes. All ranks of a group make
-        the same calls, and therefore keep the same variants. A dropped variant is freed when no call or captured call uses it.
+        the same calls, so they keep the same variants. A dropped variant is freed when no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())
@@ -91,7 +91,7 @@ class Variants(Generic[R]):
             kept[constants] = found
             if len(kept) > MOST_PER_GROUP:
                 freed = kept.pop(next(iter(kept)))
-        del freed  # freed outside the lock
+        del freed  # The variant is freed outside of the lock.
         return found
 
     def _get(self, key: Hashable, compile: Callable[[], Compiled]) -> R:

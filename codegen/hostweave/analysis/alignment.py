@@ -9,7 +9,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, is_matrix, strides_of
 
 BYTES = 16
-SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of each matrix
+SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # dims of each matrix
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Unaligned:
     sizes: Mapping[str, int]  # m, n and k
     dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and not a multiple of 16 bytes there
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not all begin at multiples of 16 bytes
-    gain: float  # seconds that an aligned matmul saves, minus seconds of separate matmuls for the rest of each unaligned dim
+    gain: float  # seconds that an aligned matmul saves, minus the seconds of matmuls for the rest of each unaligned dim
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def rows_of(type: BufferType) -> tuple[int, int]:
 
 
 def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> bool:
-    """True if an instruction is a matmul without scales that supports buffers of these types."""
+    """True for a matmul without scales that supports buffers of these types."""
     return isinstance(i, ir.Matmul) and not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
 
 

@@ -1,7 +1,5 @@
-"""Def-use of a host program: the instructions that access each buffer, and their streams.
-
-If two bodies use one name for different buffers, as a user's program may, the last buffer is found.
-"""
+"""Def-use of a host program: the instructions that access each buffer, and their streams. If two bodies use one name for different buffers,
+as a user's program may, the last buffer counts."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ Kind = TypeVar("Kind", bound=tree.Instruction)
 class Place:
     """An instruction and its position in the program.
 
-    `number` is its number in `tree.walk`. `body` is the enclosing body, and `index` the instruction's index in that body. `around` has the
-    enclosing instructions, outermost first.
-
-    The body of a group does not count as a body, because the host enqueues the members together. `statement` is the number of the enclosing
-    group, or of the instruction itself.
+    `number` is its number in `tree.walk`. `body` is the enclosing body, and `index` the index in that body. `around` has the enclosing
+    instructions, outermost first. The body of a group does not count as a body, because the host enqueues its members together. `statement`
+    is the number of the enclosing group, or of the instruction itself.
     """
 
     instruction: tree.Instruction
@@ -51,17 +47,17 @@ class Place:
 
     @property
     def on_stream(self) -> tree.Slot | None:
-        """The stream of a stream block. None for other instructions."""
+        """Stream of a stream block. None for other instructions."""
         return tree.slot(self.instruction, "stream")
 
     @property
     def stream(self) -> tree.Slot | None:
-        """The stream on which the instruction runs. None is the caller's stream."""
+        """Stream on which the instruction runs. None is the caller's stream."""
         return self.block.on_stream if self.block else None
 
 
 class DefUse:
-    """Def-use of a program. The function `def_use` caches each instance."""
+    """Def-use of a program. Use the function `def_use`, which caches it."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -70,7 +66,7 @@ class DefUse:
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # index -> the `let` or loop that defines it
-        self.touches: dict[str, list[Place]] = {}  # parameter or allocation -> instructions that access it, also through a view
+        self.touches: dict[str, list[Place]] = {}  # parameter or allocation -> instructions that access it, directly or through a view
         self.viewed: dict[str, list[Place]] = {}  # parameter or allocation -> its views
         self.places: list[Place] = []  # in the order of `tree.walk`
         self.lives: dict[Place, list[Place]] = {}  # allocate -> instructions that access its memory, in program order
@@ -110,12 +106,12 @@ class DefUse:
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
-        """Alias roots of all buffers that an instruction uses in these roles, as a set in order."""
+        """Alias roots of all buffers that an instruction uses in these roles, as an ordered set."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
         """True if a name covers all elements of its alias root, in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # an output covers the whole donated input
+        while (source := self.roots.source(name)) and name in self.views:  # An output covers the whole donated input.
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source
@@ -129,11 +125,9 @@ class DefUse:
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body without the instructions whose numbers are in `gone`, and with `before[n]` inserted before instruction n."""
+        """Body of the program without the instructions whose numbers are in `gone`. Inserts `before[n]` before instruction n."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
-
-    # --- accesses of instructions, including their bodies ---
 
     def reads(self, instructions: Iterable[tree.Instruction]) -> set[str]:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "read")}

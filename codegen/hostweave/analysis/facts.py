@@ -1,6 +1,6 @@
-"""Invariants of the host IR. `FACTS` in pipeline.py gives the passes between which each invariant holds and is checked.
+"""Invariants of the host IR. `FACTS` in pipeline.py states the passes between which each invariant holds.
 
-Each function raises ProgramError if the invariant does not hold.
+Each function raises ProgramError if its invariant does not hold.
 """
 
 from hostweave.analysis.def_use import def_use

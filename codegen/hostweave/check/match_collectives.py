@@ -1,5 +1,5 @@
 """Matches communications. The n-th send of rank a to rank b matches the n-th recv of b from a. Signals of one number match waits in the
-same way. The n-th collectives of the ranks of a process group match each other."""
+same way. The n-th collectives of all ranks of a process group match."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,13 +11,12 @@ from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
 from hostweave.types.mesh import share
 
-ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and the global ranks of one of its process groups
+ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and global ranks of one of its process groups
 
 
 @dataclass(frozen=True)
 class MatchedCommunications:
-    """Communications of several ranks that belong together: a send and its recv, a signal and its wait, or the collective of all ranks in
-    process group order."""
+    """Matching communications of several ranks: a send and its recv, a signal and its wait, or a collective in process group order."""
 
     parts: tuple[Operation, ...]
 
@@ -73,7 +72,7 @@ def channel_of(part: Operation) -> ChannelGroup:
     return part.channel.name, part.process_group
 
 
-_UNMATCHED = {  # the fault if the other side is missing, and the remedy
+_UNMATCHED = {  # fault if the other side is missing, and its remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, so its next wait would match this signal", "add the wait"),
@@ -126,7 +125,7 @@ def _may_differ(part: Operation) -> bool:
 
 
 def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
-    """Numbers of elements that the rank sends to each rank of the process group, or receives from each."""
+    """Numbers of elements that the rank sends to each rank of the process group, or receives from it."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
     along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)
@@ -139,9 +138,9 @@ def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
-    """Key of a collective, which must be equal on all ranks."""
+    """Key of a collective. All ranks must have the same key."""
     instruction = part.instruction
-    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # the other buffer exists only on the root
+    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # The other buffer exists only on the root.
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
     return type(instruction), stated, part.peer, None if _may_differ(part) else moved.count, moved.dtype
 
@@ -154,9 +153,9 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunications]) -> None:
     """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue.
 
-    A wait for a signal blocks a hardware queue, because a queue executes in the order of issue. Several streams may share a queue, or there
-    may be only one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate, so a sender may signal again only
-    after the receiver has waited for the previous signal.
+    A queue executes in the order of issue, so a wait for a signal blocks it. Several streams may share a queue, or there may be only one
+    (CUDA_DEVICE_MAX_CONNECTIONS=1). In a CUDA graph, signals do not accumulate: a sender may signal again only after the receiver has
+    waited for the previous signal.
     """
     signals = [matched for matched in matches if matched.is_signal]
     if not signals:
@@ -171,8 +170,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # The queue posts a communication before it waits for the matching one. A wait for a signal also blocks the instructions
-                # after the wait.
+                # The queue posts a communication before it waits for the matching one. A wait for a signal also blocks all later
+                # instructions.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

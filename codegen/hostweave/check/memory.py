@@ -1,4 +1,4 @@
-"""Keeps the last accesses to the bytes of each buffer, to find unordered accesses."""
+"""Last accesses to the bytes of each buffer, to find unordered accesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Pieces:
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))
-        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy uses Python's integers if 64 bits are too few
+        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy uses Python's integers if 64 bits are too few.
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
-        # bytes at which segments begin or end; np.unique takes many times as long, because it ignores that parts are sorted
+        # Bytes at which segments begin or end. np.unique takes many times as long, because it does not know that the parts are sorted.
         cuts = np.sort(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
@@ -43,7 +43,7 @@ class Pieces:
             piece_of = (np.cumsum(np.bincount(parts) > 0) - 1)[parts]
         first_of_piece = np.zeros(piece_of.max(initial=-1) + 1, np.int64)
         first_of_piece[piece_of[::-1]] = np.arange(len(piece_of))[::-1]
-        first_of_piece.sort()  # pieces are numbered in the order of their first segments
+        first_of_piece.sort()  # Pieces are numbered in the order of their first segments.
         self.first_segments = [range(int(cuts[segment]), int(cuts[segment + 1])) for segment in first_of_piece]
         self.covered = {block: tuple(np.flatnonzero(of[first_of_piece]).tolist()) for block, of in covers.items()}
 
@@ -63,7 +63,7 @@ class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
     Tasks are recorded in an order that respects happens-before. Each piece has its last write, and for each stream the last read after this
-    write. A task that is ordered after these accesses is also ordered after all earlier accesses.
+    write. A task that is ordered after these accesses is also ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
@@ -77,7 +77,7 @@ class Memory:
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
-        # for each piece, the generation whose values it holds, or -1; an input holds values from the start
+        # For each piece, the generation of its values, or -1. An input has values from the start.
         self.contents = [0 if root.role == "input" else -1] * count
         self.freed: set[int] = set()  # generations whose memory was freed
 

@@ -1,4 +1,4 @@
-"""Execution state of one rank while a program's control flow runs, and evaluation of expressions and sizes."""
+"""State of one rank while a program's control flow runs, and evaluation of expressions and sizes."""
 
 import operator
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
 
 
 def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
-    """Compiles `expr` to a function, because interpretation in every iteration and on every rank is several times slower."""
+    """Compiles `expr` to a function. Interpretation in every iteration and on every rank would be several times slower."""
     match expr:
         case Const(value):
             return lambda _: value
@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
 
 
 class BufferPosition(NamedTuple):
-    """A buffer's position in its memory, and the generations (versions of the contents) that its reads may see."""
+    """Position of a buffer in its memory, and the generations (versions of the contents) that its reads may see."""
 
     root: str
     offset: int  # bytes
@@ -63,18 +63,16 @@ class BufferPosition(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Execution state of one rank."""
-
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)
-    positions: dict[str, BufferPosition] = field(init=False)  # name of a buffer or view -> its position
+    positions: dict[str, BufferPosition] = field(init=False)  # buffer or view -> its position
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(init=False)  # name of a memory -> its latest generation
+    generations: dict[str, int] = field(init=False)  # memory -> its latest generation
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
-    # like `freed`, for memory that other streams can reuse only after the join
+    # Like `freed`, for memory that other streams can reuse only after the join.
     freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()

@@ -1,4 +1,4 @@
-"""The table of all algorithms of chunk loops, and functions that search it."""
+"""Table of all algorithms of chunk loops, and functions that search it."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,7 +18,7 @@ NAMES = tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
 
 
 def algorithms_of(kind: str, options: Options) -> Iterator[tuple[Algorithm, Transport]]:
-    """Algorithms for one kind of reshard, each with the preferred transport that supports the algorithm."""
+    """Algorithms for one kind of reshard, each with the preferred transport that supports it."""
     for algorithm in ALGORITHMS:
         if algorithm.kind == kind and (transport := options.transport_carrying(*algorithm.needs)):
             yield algorithm, transport

@@ -1,5 +1,4 @@
-"""Algorithms broadcast and reduce: in each iteration, the owner of one block broadcasts the block, or receives the reduction of the
-block."""
+"""Algorithms broadcast and reduce: in each iteration, the owner of a block broadcasts it, or receives its reduction."""
 
 from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
@@ -11,7 +10,7 @@ from hostweave.transports.transport import COLLECTIVES
 
 class _Broadcast(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the iteration's block, the same on all ranks."""
+        """Owner of the iteration's block. All ranks have the same owner."""
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: LoopSteps) -> None:

@@ -16,8 +16,8 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class LoopPart:
-    """`count` iterations of a chunk loop. A chunk has `rows` rows of a shard, and the first chunk begins at row `start`. If `rows` is None,
-    the iterations split all rows of a shard evenly."""
+    """`count` iterations of a chunk loop. A chunk has `rows` rows of a shard. The first chunk begins at row `start`. If `rows` is None, the
+    iterations split all rows of a shard evenly."""
 
     count: Size
     rows: Size | None = None
@@ -25,8 +25,8 @@ class LoopPart:
 
 
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one part and, if equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard,
-    each part has iterations for the shards of all ranks."""
+    """Parts of a loop: one part and, if equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard, each
+    part has iterations for the shards of all ranks."""
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
     if loop.drops_dim or not size.is_int or int(size) % int(steps) == 0:
@@ -39,7 +39,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Number of shards of the chunked dim before or after a communication of these ops, whichever is larger."""
+    """Number of shards of the chunked dim before or after a communication of these ops. The larger number counts."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

@@ -35,7 +35,6 @@ class CollectiveLowering:
     reduction: TermReduction
 
     def run(self, steps: LoopSteps | None) -> None:
-        """Emits the collective for the whole value, or for the chunk of `steps` in a loop."""
         change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
         if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
@@ -56,7 +55,7 @@ class CollectiveLowering:
                 blocks = source_blocks(b, src, shards, steps, b.types[dst])
                 with packed_destination(b, dst, steps) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
-            case "all_to_all":  # the blocks of src are along dim `to`, and those of dst along dim `dim`
+            case "all_to_all":  # The blocks of src are along dim `to`, and the blocks of dst along dim `dim`.
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
                 blocks = source_blocks(b, src, cut, steps)
                 with destination_blocks(b, dst, shards, steps) as landing:
@@ -78,17 +77,15 @@ class CollectiveLowering:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
     def _is_uneven(self) -> bool:
-        """True if shards may differ in size, along a dim whose sharding the op changes."""
+        """True if shards may differ in size along a dim whose sharding the op changes."""
         dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
         mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
         return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
 
-    # --- padding to equal blocks ---
-
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest block. Copies `src` to the first
-        buffer and, on exit, the second buffer to `dst`."""
+        """Yields padded buffers for `src` and `dst` with blocks of equal size. Copies `src` to the first buffer and, on exit, the second
+        buffer to `dst`."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)

@@ -12,8 +12,8 @@ from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
 class LibraryCollectives:
-    """Emits the collectives of a process group for contiguous buffers. `along` is the dim that is split into the ranks' blocks, if blocks
-    may differ in size."""
+    """Emits the collectives of a process group for contiguous buffers. If blocks may differ in size, `along` is the dim that is split into
+    the ranks' blocks."""
 
     takes_uneven = True
 
@@ -21,7 +21,7 @@ class LibraryCollectives:
         self.b, self.channel = b, b.channel(axes)
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """Emits an all_gather. The library writes this rank's block of `dst` even without `wants_own`."""
+        """The library writes this rank's block of `dst` even without `wants_own`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
@@ -37,7 +37,7 @@ class LibraryCollectives:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        """Emits a reduction to rank `root`. All ranks issue the reduction."""
+        """All ranks issue the reduction to rank `root`."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 

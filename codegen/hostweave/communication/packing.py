@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MIN_STACKED_TERMS = 8  # least number of terms that a reduction kernel reads as one stacked operand
+MIN_STACKED_TERMS = 8  # fewest terms that a reduction kernel reads as one stacked operand
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shards:
     mesh: Mesh
     axes: tuple[str, ...]
     dim: int | None = None
-    is_uneven: bool = False  # blocks may differ in size
+    is_uneven: bool = False  # True if blocks may differ in size
 
     @property
     def along(self) -> int | None:
@@ -40,7 +40,6 @@ class Shards:
         return self.dim if self.is_uneven else None
 
     def cuts(self, type: BufferType) -> Cuts:
-        """Cuts of a tensor whose dim `dim` is split over the ranks."""
         return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(type.shape))
 
     @property
@@ -79,18 +78,18 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """Views `full` with the rank as the outermost dim. Returns `full` itself if its blocks have the type `block` and follow one another."""
+    """View of `full` with the rank as the outermost dim. Returns `full` itself if its blocks have the type `block` and follow one
+    another."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
         return full
-    if not block or len(shape) == len(block.shape):  # the dim of ranks is still merged with a dim of blocks
+    if not block or len(shape) == len(block.shape):  # The dim of ranks is still merged with a dim of blocks.
         blocks = b.split(full, dim, Size(shards.size), f"{full}_blocks")
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
 def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    """`src` if it is contiguous, otherwise a contiguous copy."""
     if b.is_contiguous(src):
         return src
     packed = temporary(b, src, steps)
@@ -127,7 +126,7 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits few stacked terms into separate operands, so that their sum can fuse with its consumer."""
+    """Splits few stacked terms into separate operands. Their sum can then fuse with its consumer."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MIN_STACKED_TERMS else [terms]
 

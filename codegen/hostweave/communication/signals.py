@@ -1,4 +1,4 @@
-"""The class Signals, which emits signals between the ranks of a process group."""
+"""Signals between the ranks of a process group."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
-SIGNAL = 0  # number of the only signal counter that every one-sided transport supports
+SIGNAL = 0  # the only signal counter that every one-sided transport supports
 
 
 class Signals:
@@ -39,9 +39,8 @@ class Signals:
         self.b.emit(ir.WaitSignal(number, peer, buffer, state, self.channel))
 
     def signal(self, buffer: str, state: str) -> None:
-        """Emits a signal to each peer. `ir.SIGNAL_STATES` lists the states."""
+        """`ir.SIGNAL_STATES` lists the states."""
         self.each_peer(lambda peer: self.signal_to(peer, buffer, state))
 
     def wait(self, buffer: str, state: str) -> None:
-        """Emits a wait for one signal from each peer."""
         self.each_peer(lambda peer: self.wait_for(peer, buffer, state))

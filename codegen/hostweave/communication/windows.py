@@ -1,4 +1,4 @@
-"""Moves memory into windows, if one-sided transfers access this memory."""
+"""Moves memory into windows if one-sided transfers access it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -47,8 +47,8 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory into windows, if peers access the memory, or if a put reads it. All ranks allocate each window, even if only an `on`
-    body uses it."""
+    """Moves memory into windows if peers access it, or if a put reads it. All ranks allocate each window, even if only an `on` body uses
+    it."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     roots = roots_of(body, named)

@@ -1,4 +1,4 @@
-"""Emits the calls in `prepare` that describe the live ranges of temporaries to the arena."""
+"""Calls in `prepare` that describe the live ranges of temporaries to the arena."""
 
 from hostweave.analysis.live_ranges import Begin, CallEvent, End, JoinEvent, MemoryEvent, MemoryEvents, OnRanks
 from hostweave.emit.context import ProgramContext, Temporary
@@ -6,7 +6,7 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """Returns C++ that describes the live ranges of a body's temporaries to the arena. The body must already be emitted."""
+    """C++ that describes the live ranges of a body's temporaries to the arena. The body must already be emitted."""
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
@@ -21,8 +21,9 @@ def calls_functions(steps: MemoryEvents) -> bool:
 
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
-    """Assigns each buffer to the first group without a live buffer, so that buffers of a group may share bytes. Buffers in windows are in
-    separate groups. `used` maps each live buffer to the index of a group. The buffer of a stream stays live until the stream is joined."""
+    """Assigns each buffer to the first group without a live buffer, because buffers of a group may share bytes. Buffers in windows have
+    their own groups. `used` maps each live buffer to the index of its group. The buffer of a stream stays live until the stream is
+    joined."""
     for step in steps:
         match step:
             case Begin():

@@ -15,14 +15,14 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 _PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that each project contains
-_SUMS = "SHA256SUMS"  # SHA-256 of each written file, by which the next export detects edited files
+_SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export uses it to detect edited files
 
 
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files, and returns a dict from path to text. Kernels are scheduled for `machine`.
 
-    The result has the host IR, the Python binding, and the C++ of the program and of its kernels, if any. Equal programs and machines give
-    the same bytes. Raises ProgramError for an op that has no C++.
+    The result has the host IR, the Python binding, and the C++ of the program and of its kernels. Equal programs and machines give the same
+    bytes. Raises ProgramError for an op that has no C++.
     """
     emitted = ProgramSources(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
@@ -42,8 +42,8 @@ def export(
     `reference` is the same computation as a program for one device, or the reason why there is none. `dtypes` are the dtypes of the
     program's values. Kernels of both programs are scheduled for `machine`.
 
-    Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that no export wrote,
-    or that was edited since.
+    Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that was edited, or
+    that no export wrote.
     """
     emitted = ProgramSources(program, machine)
     alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)
@@ -63,18 +63,18 @@ def export(
             what = "was edited since it was exported" if path in written else "was not written by an export"
             raise ArgumentError(f"{program.name}: export: {there} exists and {what}; move it, or choose another folder")
     for path in written.keys() - files.keys():
-        (folder / path).unlink(missing_ok=True)  # a file of an earlier export, which CMake would still compile
+        (folder / path).unlink(missing_ok=True)  # CMake would still compile a file of an earlier export.
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # writes the digests first, so that an interrupted export can be repeated
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # The digests come first, so an interrupted export can be repeated.
         there = folder / path
-        if not there.exists() or there.read_bytes() != content:  # an unchanged file keeps its time stamp, so CMake does not recompile it
+        if not there.exists() or there.read_bytes() != content:  # An unchanged file keeps its time stamp, so CMake does not recompile it.
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(content)
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
     """Sources of the runtime by path, without the driver, which only the Python binding uses. STAMP has a digest of the sources that all
-    exported programs have in common."""
+    exported programs share."""
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
     stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))

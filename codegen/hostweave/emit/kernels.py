@@ -13,7 +13,7 @@ from hostweave.fusion_ir.ops.attributes import DESCENDING, GROUPS
 from hostweave.kernel_ir.loops import BY_LANE_PARTS, OF_BLOCKS, Loops, Walk, stored
 from hostweave.types.tensor import bool_
 
-# C functions of the op table, which kernels call without `std::`
+# C functions of the op table, which kernels call without `std::`.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for field, name in op.fields(op.cpp) if field == "std" for end in ("", "f"))
 
 
@@ -31,10 +31,10 @@ class Nest:
 
 
 class EmittedKernel:
-    """A kernel as its template needs it: loops over the kept dims, which enclose loop nests over the reduced dims.
+    """A kernel as its template needs it: loops over the kept dims and, inside of them, loop nests over the reduced dims.
 
-    `stores` are statements that write results without reduced dims. `last` is the body of a final loop, for results with all dims.
-    `before` are statements that precede the declarations of indices.
+    `stores` write results without reduced dims. `last` is the body of a final loop, for results with all dims. `before` precedes the
+    declarations of indices.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class EmittedKernel:
         packed = [pointer for name, pointer in of.pointers.items() if name in of.ir.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
-        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # loads terms of other ranks last
+        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # Terms of other ranks are loaded last.
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
         self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of decomposed indices and of held rows
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # the parameter with the terms or blocks of all ranks, which the kernel exchanges or sends
+        # The parameter with the terms or blocks of all ranks, which the kernel exchanges or sends.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
         if of.kernel.receivers:
             (self.terms,) = of.results.values()
@@ -66,7 +66,7 @@ class KernelEmitter(KernelFacts):
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         super().__init__(loops, integers, name)
-        self.row = Section(self)  # statements outside the innermost loops
+        self.row = Section(self)  # statements outside of the innermost loops
 
     def emit(self) -> EmittedKernel:
         if self.ir.takes_lanes:
@@ -79,7 +79,7 @@ class KernelEmitter(KernelFacts):
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # comes first, because `taken` may hoist statements into self.row
+        lines = section.taken()  # This line is first, because `taken` may hoist statements into self.row.
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> EmittedKernel:
@@ -88,7 +88,7 @@ class KernelEmitter(KernelFacts):
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
         kind = self.types[op.tensors[0]].dtype
-        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned integers wrap around
+        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # Unsigned integers wrap around.
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}
         *others, last = op.tensors
         rows = f"hw::Rows{{{self.first_row(last) or 0}, {self.size_of_lane(last)}}}"
@@ -102,7 +102,7 @@ class KernelEmitter(KernelFacts):
         return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(access))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> EmittedKernel:
-        """Emits the loop nests over the reduced dims. Also emits the stores of results that have only kept dims."""
+        """Emits the loop nests over the reduced dims, and the stores of results that have only kept dims."""
         walks = self.ir.walks
         nests = [self.nest(walk, is_last=walk is walks[-1]) for walk in walks if walk.reductions]
         inside = self.section()
@@ -114,7 +114,7 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Section for the innermost loop. This is the loop over a vector if each element of the vector has a separate accumulator."""
+        """Section for the innermost loop. If each element of a vector has its own accumulator, this is the loop over the vector."""
         if not self.ir.has_wide_totals:
             return Section(self, self.row, self.ir.width)
         return Section(self, width=self.ir.width, around=Section(self, self.row, is_around=True))
@@ -132,7 +132,7 @@ class KernelEmitter(KernelFacts):
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # INT64_MAX becomes INT32_MAX for i32, although the accumulator has 64 bits
+            first = first.replace("64", str(8 * kind.itemsize))  # i32 starts at INT32_MAX, although the accumulator has 64 bits.
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

@@ -1,4 +1,4 @@
-"""Gives access to the Jinja templates, and formats C++ in the style of clang-format. Templates have one statement per line."""
+"""Access to the Jinja templates, and C++ in the style of clang-format. Templates have one statement per line."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """Returns the lines with a short function on one line, or an empty list if the function is not short."""
+    """The lines with a short function on one line, or an empty list if the function is not short."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
@@ -72,7 +72,7 @@ def _broken(line: str, indent: str) -> list[str]:
     for head, steps in _HEADS:
         if parts := re.fullmatch(head, line):
             return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # mask string literals
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # masks string literals
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
         first, *rest = _pieces(line, bare, depths, 0)
@@ -88,8 +88,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # a call whose one argument is a call or list, such as `HW_CHECK(cudaMemcpyAsync(`, breaks before this argument if the argument then
-    # fits on one line
+    # A call may have one argument that is a call or list, such as `HW_CHECK(cudaMemcpyAsync(`. The call breaks before this argument if the
+    # argument then fits on one line.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
@@ -137,11 +137,11 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
     return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]
 
 
-# --- templates --------------------------------------------------------------------------------------------------------
-# A generated file has a template, and a class of instructions has a macro.
+# --- templates -------------------------------------------------------------------------------------------------------- A generated file
+# has a template, and a class of instructions has a macro.
 
 
-COMMON = "common"  # file of the macros that do not depend on a transport
+COMMON = "common"  # macros that do not depend on a transport
 
 
 def rendered(path: str, **values: object) -> str:
@@ -150,7 +150,6 @@ def rendered(path: str, **values: object) -> str:
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    """Renders a macro of the templates."""
     return _macros(file)[macro](**values)
 
 

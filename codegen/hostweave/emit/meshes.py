@@ -15,7 +15,7 @@ RANK = "rank_.index()"
 
 
 def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
-    """Returns the C++ condition that a rank is in a mesh."""
+    """C++ condition that a rank is in a mesh."""
     first, end = min(mesh.all_ranks), max(mesh.all_ranks) + 1
     if end - first != mesh.size:
         return f"{_index_in(mesh, rank)} >= 0"
@@ -26,7 +26,7 @@ def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
 
 
 def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
-    """Returns the C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
+    """C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
     at = [name for name, _ in mesh.axes].index(axis)
     inner = prod(size for _, size in mesh.axes[at + 1 :])
     further = (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
@@ -34,7 +34,7 @@ def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
-    """Returns the C++ of a rank's index in the process group of the given axes."""
+    """C++ of a rank's index in the process group of the given axes."""
     if axes == tuple(name for name, _ in mesh.axes):
         return index(mesh, rank)
     text = ""
@@ -46,7 +46,7 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
 
 
 def index(mesh: Mesh, rank: str = RANK) -> str:
-    """Returns the C++ of a rank's index in a mesh."""
+    """C++ of a rank's index in a mesh."""
     if not mesh.is_run:
         return _index_in(mesh, rank)
     first = mesh.all_ranks[0]
@@ -73,7 +73,7 @@ class Local:
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` that a program uses, in order of first use."""
+    """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program, in order of first use."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
@@ -93,7 +93,7 @@ def part_name(part: Share) -> str:
 
 
 def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
-    """Returns the name of a local size and its C++, such as `hw::local_size(M, 8, rank_.index())`."""
+    """Name of a local size and its C++, such as `hw::local_size(M, 8, rank_.index())`."""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))

@@ -1,4 +1,4 @@
-"""Names in generated C++. A user's name is kept unless C++ or the generated program reserves it."""
+"""Names in generated C++. A user's name stays unless C++ or the generated program reserves it."""
 
 import errno
 import re
@@ -12,7 +12,7 @@ operator or or_eq private protected public register reinterpret_cast requires re
 static_cast struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
 volatile wchar_t while xor xor_eq
 """
-# Names that templates and emitters declare, or that they call without a qualifier.
+# Names that templates and emitters declare, or call without a qualifier.
 _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes shapes memory guard range check compute
 prepare take_over run arena
@@ -50,8 +50,8 @@ def is_reserved(name: str) -> bool:
 class CppNames:
     """C++ names of one scope. Equal names get equal C++ names, and different names get different C++ names.
 
-    A name that is reserved or already used gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name,
-    such as the `_` of class members.
+    A name that is reserved or used gets the first free numeric suffix: `int` becomes `int_1`. Every name gets `suffix`, such as the `_` of
+    class members.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
@@ -65,7 +65,7 @@ class CppNames:
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
         """C++ name for `name` that is not in `apart`. Equal names of different kinds get different C++ names. A composed name, such as
-        `M_x`, needs a kind, because another value could have the same name."""
+        `M_x`, needs a kind, because another value could have this name."""
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

@@ -21,8 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes. The first argument is the cuBLASLt epilogue. With
-    TF32, the compute type follows. With scales, the dtype of b and the scale modes follow. Defaults at the end are omitted."""
+    """Constructor arguments of a matmul plan after the dtypes. The first one is the cuBLASLt epilogue. With TF32, the compute type follows.
+    With scales, the dtype of b and the scale modes follow. Defaults at the end are omitted."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -41,7 +41,7 @@ def _scales(types: Sequence[BufferType]) -> Iterator[str]:
 
 
 class Products:
-    """Results of a program's matmuls, grouped by plan. Matmuls share a plan if they differ only in the names of their buffers."""
+    """Results of a program's matmuls, grouped by plan. Matmuls share a plan if they differ only in their buffers."""
 
     def __init__(self, program: ir.HostProgram):
         self._results: dict[object, dict[str, str]] = {}  # plan signature -> {right operand: result}
@@ -57,7 +57,7 @@ class Products:
 
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
-        """Name of a result in the name of a plan: the name of a view with a constant index, or else of the buffer."""
+        """Name of a result in the name of a plan: a view with a constant index, or else the buffer."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")

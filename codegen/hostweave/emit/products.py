@@ -1,4 +1,4 @@
-"""Emits kernels with matmuls of few rows (hw::few_rows), and makes kernels that copy or fill strided buffers."""
+"""Kernels with matmuls of few rows (hw::few_rows), and kernels that copy or fill strided buffers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class _EachElement(LoopPrinter):
 
 
 class ProductEmitter(KernelEmitter):
-    """Emits a kernel that begins with matmuls of few rows. The rest of the kernel is an epilogue, with the products as local variables."""
+    """Emits a kernel that begins with matmuls of few rows. The rest is an epilogue, with the products as local variables."""
 
     printer = _EachElement
     loops: _EachElement
@@ -112,7 +112,6 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """Kernel that copies a strided view to another view."""
     type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 

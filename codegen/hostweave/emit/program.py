@@ -1,4 +1,4 @@
-"""A host program in the form that the templates need: the members of its C++ class, and the bodies of its functions."""
+"""A host program in the form that the templates need: members of its C++ class, and bodies of its functions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from hostweave.types.size import Atom
 
 
 class EmittedFunction:
-    """A function of the host program, emitted as a C++ member function that enqueues the function's work."""
+    """A function of the host program as a C++ member function that enqueues its work."""
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
@@ -32,7 +32,7 @@ class EmittedFunction:
         self.name = context.functions[function.name]
         with integers.noting() as used:
             self.body = emitter.body(function.body)
-        self.plan = context.memory_of[function.name]  # C++ member function that plans the function's memory
+        self.plan = context.memory_of[function.name]  # C++ member function that plans the memory
         with integers.noting() as used_by_memory:
             self.memory = arena_plan(emitter.steps, context)
 
@@ -95,7 +95,7 @@ class ProgramSources:
         self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has the parts of symbolic sizes
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has the parts of symbolic sizes.
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -106,7 +106,7 @@ class ProgramSources:
         self.memory = "".join(told) + arena_plan(emitter.steps, context)  # C++ in `prepare` that plans the arena
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
-        self.requirements = tuple(requirements_of(flat, integers))  # checks of sizes, made after all sizes are bound
+        self.requirements = tuple(requirements_of(flat, integers))  # These checks come after all sizes are bound.
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
@@ -141,7 +141,7 @@ class ProgramSources:
 
     @property
     def texts(self) -> Iterable[UserFunction]:
-        """One user kernel per source text, because a text may define several kernels."""
+        """One user kernel per source text: a text may define several kernels."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
@@ -215,14 +215,14 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
 
 
 def _function_of(source: UserKernel) -> str:
-    """Name of a user kernel's function. Raises ProgramError if generated code uses the name."""
+    """Function of a user kernel. Raises ProgramError if generated code uses its name."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
-    """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so that line numbers stay."""
+    """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so line numbers stay."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)

@@ -19,9 +19,9 @@ class Structs:
     side: str  # "in" or "out"
     struct: str  # C++ type
     field: str  # name of the array, a field of the program's Inputs or Outputs
-    groups: dict[str, ParameterGroup]  # parameter name -> group
-    members: dict[str, str]  # parameter name -> C++ member
-    argument: str  # C++ name of the parameter if a function takes one of the structs
+    groups: dict[str, ParameterGroup]  # parameter -> group
+    members: dict[str, str]  # parameter -> C++ member
+    argument: str  # C++ parameter of a function that takes one of the structs
 
     @property
     def word(self) -> str:
@@ -34,7 +34,7 @@ class Structs:
 
     @property
     def span(self) -> str:
-        """Names of the first and the last tensor in the array."""
+        """First and last tensor of the array."""
         *_, last = self.groups.values()
         return f"{next(iter(self.groups.values())).first} to {last.last}"
 
@@ -67,15 +67,15 @@ def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
 
 @dataclass(frozen=True)
 class Passed:
-    """A struct that a C++ function takes in place of single tensors."""
+    """A struct that a C++ function takes instead of single tensors."""
 
     structs: Structs
-    parameter: str  # name of the struct in the C++ function's parameter list
-    members: dict[int, str]  # position of the function's parameter -> name of the parameter group
+    parameter: str  # C++ name of the struct parameter
+    members: dict[int, str]  # position of the function's parameter -> parameter group
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """Finds structs that a function can take in place of single tensors, because every call passes tensors of one element of an array."""
+    """Structs that a function can take instead of single tensors: every call passes tensors of one element of an array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

@@ -1,4 +1,4 @@
-"""Files for a Python wheel of an exported program. The wheel's module calls the C API, and does not need Hostweave."""
+"""Files for a Python wheel of an exported program. The module of the wheel calls the C API, and does not need Hostweave."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,13 @@ from hostweave.types.zigzag import Zigzag
 
 @dataclass(frozen=True)
 class Wheel:
-    """Settings of a wheel for one target."""
-
     target: str  # cpu or cuda
     version: str
     dependencies: tuple[str, ...]  # at run time
     build_requirements: tuple[str, ...]  # at build time
 
     def files(self, program: ProgramSources) -> dict[str, str]:
-        """Returns the Python module, the description of the program, and fixed sources of the native library, as path -> text."""
+        """The Python module, the description of the program, and fixed sources of the native library, as path -> text."""
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
         for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):
@@ -41,7 +39,7 @@ class Wheel:
 
 
 def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Iterator[str]:
-    """Names of the tensors in the order in which they are stored in the C API's struct."""
+    """Tensors in the order of the C API's struct."""
     for x in program.fields(arguments):
         if isinstance(x, Structs):
             yield from (group.names[i] for i in range(x.count) for group in x.groups.values())
@@ -50,7 +48,7 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """Describes a parameter: name, type, dtype, index of the layout in `layouts`, and donated input."""
+    """Description of a parameter: name, type, dtype, index of the layout in `layouts`, and donated input."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]

@@ -14,7 +14,7 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     """Every function as a separate program, callees before callers, then the main program. Each program declares only the kernels and
-    uneven sizes that it needs itself, and the events that it or an earlier program needs."""
+    uneven sizes that it needs, and the events that it or an earlier program needs."""
     if not program.functions:
         return (program,)
     parts = [
@@ -25,7 +25,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
-    # analyses inline callees, and so need their events
+    # Analyses inline callees, and so need their events.
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,
@@ -62,8 +62,8 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`. Equal kernels are merged. Different kernels with the same name are renamed, and so are event pools. A pool of
-    streams gets the largest size that a part needs. If there are several parts, channels without a use are removed."""
+    """Inverse of `bodies`. Merges equal kernels. Renames event pools, and different kernels with the same name. A pool of streams gets the
+    largest size that a part needs. If there are several parts, removes unused channels."""
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -101,7 +101,7 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 
 
 def on_each_body(program: ir.HostProgram, apply: Callable[[ir.HostProgram], ir.HostProgram]) -> ir.HostProgram:
-    """Applies `apply` to every body. Returns the program itself if all bodies stay the same objects."""
+    """Applies `apply` to every body. Returns the program itself if no body changes."""
     parts = bodies(program)
     changed = [apply(part) for part in parts]
     return program if is_same(parts, changed) else joined(changed)
@@ -115,7 +115,7 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that read only the main body.
 
     Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that the function does not free is deallocated
-    after each call, so that the next call can reuse it. Arguments replace parameters. If the function has donated inputs, its inputs become
+    after each call, so the next call can reuse it. Arguments replace parameters. If the function has donated inputs, its inputs become
     `as_given` views, and results in donated memory become `take_over` views.
     """
     return _Inlining(program).program() if program.functions else program

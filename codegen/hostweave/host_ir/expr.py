@@ -1,5 +1,5 @@
-"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down. Divisors are sizes or
-positive numbers, so the result of `%` is never negative."""
+"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down. Divisors are sizes or positive numbers,
+so the result of `%` is never negative."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the mesh of the enclosing `on` body or, outside of `on` bodies, of the program's mesh."""
+    """Coordinate of this rank along an axis of the enclosing `on` body's mesh. Outside of `on` bodies, of the program's mesh."""
 
     axis: str
     text = "rank.{axis}"
@@ -89,7 +89,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # a chain of *, / and % is hard to read without parentheses, unless it has only *
+        # A chain of *, / and % is hard to read without parentheses, unless it has only *.
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """Builds `left op right`, simplified: 2 + 3 becomes 5, and x * 1 becomes x."""
+    """Builds `left op right` in simplified form: 2 + 3 becomes 5, and x * 1 becomes x."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
@@ -131,7 +131,7 @@ Range = tuple[int | None, int | None]  # smallest and largest value; None if unk
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh) -> Range:
-    """Range of an expression's values on the ranks of `mesh`."""
+    """Range of an expression on the ranks of `mesh`."""
     match expr:
         case Const(value):
             return value, value

@@ -20,7 +20,7 @@ from hostweave.types.text import Reader
 
 
 def parse_host(text: str) -> ir.HostProgram:
-    """Parses the text of a host program, without verifying it. Raises ParseError if the text is malformed."""
+    """Parses the text of a host program without verification. Raises ParseError if the text is malformed."""
     reader = Reader(text)
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
     kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
@@ -152,7 +152,7 @@ _parse_cuts = _bracketed(_parse_cut)
 
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
-    # `%` at the beginning of a line is not a remainder, but begins the next instruction
+    # At the beginning of a line, `%` is not a remainder, but begins the next instruction.
     while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
         reader.take()
         left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))

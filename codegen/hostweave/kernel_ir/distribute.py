@@ -8,8 +8,7 @@ gets
 
     distribute: a block reduces an element
 
-because %x is contiguous along j: a thread block computes one element of the result. If %x is contiguous along i, a block reduces a tile of
-columns.
+because %x is contiguous along j. If %x is contiguous along i, a block reduces a tile of columns instead.
 """
 
 from dataclasses import replace
@@ -36,7 +35,7 @@ TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and for at m
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the distribution of the iterations, and the number of threads of a tile."""
+    """Chooses the distribution, and the number of threads of a tile."""
     chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=(MAX_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)
@@ -55,6 +54,7 @@ def _of_elements(loops: Loops) -> str:
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):
         return BY_BLOCK
-    # a tile that is not full reads columns of another block; that block may have overwritten them with a result that varies along j
+    # A tile that is not full reads columns of another block. That block may already have overwritten them with a result that varies along
+    # j.
     in_tiles = loops.count.is_int and int(loops.count) % TILE == 0
     return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

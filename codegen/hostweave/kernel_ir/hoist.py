@@ -6,9 +6,9 @@ gets
 
     outside: %m, %s, %r
 
-A thread computes these values once per row, and also the reciprocal of a hoisted f32 divisor. In a pointwise kernel, or if each element of
-a vector has a separate accumulator, the innermost loop is the loop over a vector. An operand of a concat or pad is not hoisted, because a
-condition guards it.
+A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. The innermost loop is the loop
+over a vector in a pointwise kernel, or if each element of a vector has its own accumulator. An operand of a concat or pad is not hoisted,
+because a condition guards it.
 """
 
 from dataclasses import replace
@@ -19,7 +19,6 @@ from hostweave.types.machine import Machine
 
 
 def hoist(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the inputs and values that are computed outside of the innermost loop."""
     if loops.takes_lanes:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))

@@ -41,7 +41,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
-    """The loop dim of size 1 for a kernel that keeps no index, with the strides of contiguous rows."""
+    """Loop dim of size 1 for a kernel that keeps no index, with the strides of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
@@ -51,7 +51,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
 def _accesses(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """For each access (see `Loops`): the stride of each loop index in the offset."""
+    """Stride of each loop index in the offset of each access (see `Loops`)."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (access, buffer) in zip(named, memory.items(), strict=True):
@@ -78,7 +78,7 @@ def _accesses(
 def _lanes(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Lane]:
-    """Size and stride of each dim over which no loop iterates, by access."""
+    """Size and stride of each dim without a loop, by access."""
 
     def lane(access: str, dim: int) -> Lane:
         return Lane(memory[access].shape[dim], strides_of(memory[access])[dim])

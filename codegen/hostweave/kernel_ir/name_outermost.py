@@ -1,4 +1,4 @@
-"""Replaces an outermost size such as `4*B` by a parameter, so that kernels over `4*B` and over `B` rows become equal.
+"""Replaces an outermost size such as `4*B` by a parameter. Kernels over `4*B` and over `B` rows then become equal.
 
     keep i in 4*B, j in N
     %x: f32 at i * N + j
@@ -9,7 +9,7 @@ becomes
     outermost = 4*B
     %x: f32 at i * N + j
 
-An inner size must not share a symbol with the outermost size, because a stride could then be written in two ways.
+An inner size must not share a symbol with the outermost size. Otherwise a stride would have two forms.
 """
 
 from dataclasses import replace
@@ -20,7 +20,6 @@ from hostweave.types.size import Factor, Size
 
 
 def name_outermost(loops: Loops, machine: Machine) -> Loops:
-    """Replaces the outermost size by a parameter, if this size is a multiple of a symbolic size."""
     outer, *inner = (dim.size for dim in loops.dims)
     if len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
         return loops

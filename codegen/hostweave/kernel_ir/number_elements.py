@@ -1,4 +1,4 @@
-"""Chooses the integer type of linear element indices: 32 bits if all indices fit, because a division of 32 bits is faster.
+"""Chooses the integer type of linear element indices: 32 bits if all indices fit, because division is then faster.
 
     keep i in M, j in 63
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import BY_THREAD, Loops
 from hostweave.types.machine import Machine
 
-SHORT = 1 << 30  # largest number of elements for which hw::fits_int32 is true
+SHORT = 1 << 30  # most elements for which hw::fits_int32 is true
 
 
 def number_elements(loops: Loops, machine: Machine) -> Loops:

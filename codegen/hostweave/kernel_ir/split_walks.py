@@ -1,5 +1,4 @@
-"""Splits the loops over reduced dims into walks. Each walk is a loop nest for the reductions that depend only on reductions of earlier
-walks.
+"""Splits the loops over reduced dims into walks. A walk is a loop nest for reductions that depend only on reductions of earlier walks.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
@@ -9,8 +8,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results that have all dims are stored in an additional last walk. If there is only one walk, and these results do not depend on the
-reductions of this walk, this walk stores the results. Values that several walks need are computed in each of these walks.
+An additional last walk stores results that have all dims. If there is only one walk, and these results do not depend on its reductions,
+this walk stores them. Values that several walks need are computed in each of these walks.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from hostweave.types.machine import Machine
 
 
 def split_walks(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the walks over the reduced dims."""
     if not loops.reduced:
         return loops
     space, ops = loops.space, loops.kernel.ops
@@ -43,7 +41,7 @@ def split_walks(loops: Loops, machine: Machine) -> Loops:
 
 
 def _leads_to(ops: Sequence[Op]) -> dict[str, set[str]]:
-    """Maps the result of each op to all values on which the result depends."""
+    """Maps the result of each op to all values on which it depends."""
     found: dict[str, set[str]] = {}
     for op in ops:
         found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))

@@ -1,4 +1,4 @@
-"""Lets blocks transpose tiles in shared memory, if a result and an operand are contiguous along different dims.
+"""Blocks transpose tiles in shared memory if a result and an operand are contiguous along different dims.
 
     keep i in M, j in 4096
     %x: bf16 at i * 4096 + j
@@ -18,11 +18,10 @@ from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
 from hostweave.types.machine import Machine
 
 LEAST = 16  # elements; a tile of a shorter dim would be mostly empty
-BYTES = 4  # largest element, in bytes, for which tiles fit into shared memory
+BYTES = 4  # largest element, in bytes, of which a tile fits into shared memory
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
-    """Chooses tiles for a kernel over two dims."""
     others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):

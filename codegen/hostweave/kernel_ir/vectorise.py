@@ -1,4 +1,4 @@
-"""Lets threads access contiguous elements as vectors of at most 16 bytes.
+"""Threads access contiguous elements as vectors of at most 16 bytes.
 
     %x: bf16 at i * 4096 + j
 
@@ -18,9 +18,8 @@ ACCESS = 16  # bytes per vectorised access
 
 
 def vectorise(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the number of consecutive elements per access."""
     scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {loops.transposed})
-    helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # a reduction reads more than it stores
+    helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # A reduction reads more than it stores.
     if not helpful or scattered or loops.takes_lanes or loops.updates:
         return loops
     width = ACCESS // max(loops.memory[access].dtype.itemsize for access in loops.packed)

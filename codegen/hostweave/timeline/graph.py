@@ -23,7 +23,7 @@ class GraphRow:
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # size of each dim, and the mesh axes that shard it
     note: str = ""  # "partial(sum, x)", "async"
     source: str = ""
-    operands: tuple[int, ...] = ()  # indices of the operands' rows
+    operands: tuple[int, ...] = ()  # rows of the operands
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class OpGraph:
 
     @property
     def arcs(self) -> Iterator[tuple[int, int, str]]:
-        """Yields for each arc the row of the operand, the row of the user, and the SVG path between the rows."""
+        """(row of the operand, row of the user, SVG path between them) for each arc."""
         for user, row in enumerate(self.rows):
             for operand in row.operands:
                 y0, y1 = (LINE * number + LINE // 2 for number in (operand, user))
@@ -54,7 +54,7 @@ def graph_of(fusion: Fusion) -> OpGraph:
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
-            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # no `pinned`, because all input shardings are fixed
+            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # Input shardings are always fixed.
         for op in body.ops:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)

@@ -1,4 +1,4 @@
-"""Measures the timeline of a host program, in a separate build with marks around instructions that compute or communicate.
+"""Measures the timeline of a host program in a separate build. Marks surround instructions that compute or communicate.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -26,7 +26,7 @@ def marked(program: ir.HostProgram) -> ir.HostProgram:
 def _marked(body: tree.Body) -> tree.Body:
     found: list[tree.Instruction] = []
     for i in body:
-        if i.work or i.posts or i.grouped:  # one pair of marks for a group, because its members are posted together
+        if i.work or i.posts or i.grouped:  # The members of a group are posted together, so a group has one pair of marks.
             mark = ir.Mark(location=i.location)
             found += [mark, i, mark]
         else:
@@ -62,7 +62,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Assigns the times of each pair of marks to the tasks between the marks, if there are any."""
+    """Assigns the times of each pair of marks to the tasks between them."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []
@@ -90,7 +90,7 @@ def _align(ranks: list[list[SimulatedTask]]) -> None:
         if other.is_done and task.operation.rank != other.operation.rank
     ]
     late = [0.0] * len(ranks)
-    for _ in ranks:  # repeated, because a shift of one rank may require a shift of another
+    for _ in ranks:  # A shift of one rank may require a shift of another.
         for rank, other, seconds in least:
             late[rank] = max(late[rank], late[other] + seconds)
     for task in timed:

@@ -11,9 +11,9 @@ WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the r
 LANE, GAP = 18, 10
 MEMORY = 48  # height of the bar of the peak memory, in pixels
 LETTER = 6.2  # width of a character in pixels
-MAX_SHOWN_RANKS = 16  # maximum number of ranks in a picture
+MAX_SHOWN_RANKS = 16  # most ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
-MAX_SCALE_RATIO = 4.0  # timelines get separate scales if their lengths differ by more than this factor
+MAX_SCALE_RATIO = 4.0  # ratio of lengths above which two timelines get separate scales
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """Bars of the predicted memory of the first rank, with heights in proportion to the bytes."""
+        """Bars of the predicted memory of the first rank. Their heights are proportional to the bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
@@ -144,13 +144,13 @@ class Picture:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Ticks on the axis of the first timeline, as (position, text)."""
+        """(position, text) of each tick on the axis of the first timeline."""
         at = [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
         return [(x, text if x + LETTER * len(text) < WIDTH else "") for x, text in at]
 
 
 def in_units(size: int) -> str:
-    """Formats a number of bytes as a short text, such as "67.1 MB"."""
+    """Short text of a number of bytes, such as "67.1 MB"."""
     unit = next((unit for unit, name in UNITS if size >= unit), 1)
     return f"{size / unit:.3g} {dict(UNITS)[unit]}"
 

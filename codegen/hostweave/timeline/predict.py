@@ -1,4 +1,4 @@
-"""Predicts the timeline of a host program by simulating its operations at given sizes, from the speeds of a machine."""
+"""Predicts the timeline of a host program: simulates its operations at given sizes, with the speeds of a machine."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """Returns the timeline of one call that all ranks start at the same time. Time that hosts take to enqueue work is not included."""
+    """Timeline of one call that all ranks start at the same time. It omits the time that hosts take to enqueue work."""
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
@@ -30,8 +30,8 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """Yields the memory of a rank as (time, bytes from then on). Inputs and outputs always count. Temporaries count from allocate
-    to deallocate."""
+    """Yields the memory of a rank as (time, bytes from then on). Inputs and outputs always count. Temporaries count from allocate to
+    deallocate."""
     live_bytes = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, live_bytes
@@ -52,7 +52,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
-        """Indices of the events for which a task waits. If one of these tasks is not shown, its predecessors replace it."""
+        """Indices of the events for which a task waits. Predecessors replace a task that is not shown."""
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 
@@ -83,7 +83,7 @@ def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) 
 
 
 def name_of(operation: Operation) -> str:
-    """Name of an operation for users, such as `matmul y_i`, or names of a group's members."""
+    """Name of an operation for users, such as `matmul y_i`, or the names of a group's members."""
     if operation.members:
         return ", ".join(dict.fromkeys(map(name_of, operation.members)))
     i = operation.instruction

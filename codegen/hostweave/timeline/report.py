@@ -30,16 +30,14 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a fraction of the measured time. Negative if the prediction is too short, and 0 if the measured time
-        is 0."""
+        """Error of the prediction as a fraction of the measured time. Negative if the prediction is too short. 0 if the measured time is
+        0."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """The predicted timeline of a program, and the measured timeline if there is one.
-
-    `str` shows the totals. Notebooks show a picture.
+    """Predicted timeline of a program, and measured timeline if there is one. `str` shows the totals. Notebooks show a picture.
 
     Example: `hw.compile(f).timeline(x, w).save("f.html")`.
     """
@@ -91,7 +89,7 @@ class Report:
     @checked
     def save(self, path: str | Path) -> None:
         """Writes the report to a file. The ending of `path` selects the format: `.html` (a page that needs no network), `.json` (for
-        Perfetto) or `.svg`. Raises ArgumentError for any other ending, and for a file that cannot be written."""
+        Perfetto) or `.svg`. Raises ArgumentError for another ending, or if the file cannot be written."""
         path, kinds = Path(path), {".html": self.html, ".json": self.perfetto, ".svg": self.svg}
         if path.suffix not in kinds:
             raise ArgumentError(f"{path}: a timeline cannot be saved in this format; use one of the endings {', '.join(kinds)}")
@@ -107,7 +105,7 @@ class Report:
         return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
 
     def perfetto(self) -> str:
-        """Returns the report in Chrome's JSON trace format, which ui.perfetto.dev opens. A rank is a process, and a stream is a thread."""
+        """The report in Chrome's JSON trace format, which ui.perfetto.dev opens. A rank is a process, and a stream is a thread."""
         events = [event for number, timeline in enumerate(self.timelines) for event in _traced(number, timeline)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 

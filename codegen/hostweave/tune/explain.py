@@ -21,8 +21,8 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program: a line for each communication, each attention, and each split or composed matmul. `fusion` is the last stage
-    before the host IR `host`."""
+    """A line for each communication, each attention, and each split or composed matmul. `fusion` is the last stage before the host IR
+    `host`."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
     parts = {part.name: part for part in bodies(host)}
@@ -84,7 +84,7 @@ def _split(part: ir.HostProgram) -> Iterator[str]:
         if rest_sizes := getattr(i, "rest", ()):
             (a, b, *_), (name,) = tree.names(i, "read"), tree.names(i, "write")
             (rows, terms), columns = uses.types[a].shape[-2:], uses.types[b].shape[-1]
-            for _ in filter(None, rest_sizes[1:]):  # a slice of the result for each split dim
+            for _ in filter(None, rest_sizes[1:]):  # The result has a slice for each split dim.
                 (name,) = tree.names(uses.views[name].instruction, "alias")
             words = zip((terms, rows, columns), rest_sizes, ("terms", "rows", "columns"), strict=True)
             parts = (f"{size} and {rest} {word}" for size, rest, word in words if rest)
@@ -134,7 +134,6 @@ def times_of(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Reason why a faster alternative was not chosen."""
     is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.chosen.micros))
     return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 

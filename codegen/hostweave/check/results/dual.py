@@ -1,8 +1,8 @@
-"""Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this rule.
+"""Floats over dual numbers, for which exp of a sum is the product of the exps. A merge of softmaxes by log-sum-exps relies on this rule.
 
 An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm also stores
 its argument, which sums and selections keep: exp(log(y) + x) is y exp(x). The definition of exp does not use b, so exp can lose a
-difference in b. Therefore the shadows (f64 values) are compared too.
+difference in b. The shadows (f64 values) are therefore compared too.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):
-    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm or a sum that contains one, c + d e is its exp. Otherwise
-    c is 0."""
+    """A float with five parts: shadow, a, b, c and d. For a logarithm, or a sum that contains one, c + d e is its exp. For other floats, c
+    is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

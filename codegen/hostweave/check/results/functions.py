@@ -1,7 +1,5 @@
-"""NumPy's functions for arrays with lanes. A float has a shadow and an element (see lanes.py).
-
-The references of ops and instructions take NumPy as an argument. With `LANES` in place of NumPy, the references compute all lanes at once.
-"""
+"""NumPy's functions for arrays with lanes (see lanes.py). The references of ops and instructions take NumPy as an argument. With `LANES`
+instead, they compute all lanes at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ from hostweave.check.results.lanes import (
     widest_real,
 )
 
-# NumPy function that a random function of the field replaces -> map of any operand into the domain of the NumPy function
+# NumPy function that a random function of the field replaces -> map of any operand into its domain
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
@@ -42,8 +40,7 @@ _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. All functions except those of this class and of `_RANDOM_FUNCTIONS` are NumPy's own
-    functions, which do not support lanes."""
+    """NumPy for operands that may have lanes. Only functions of this class and of `_RANDOM_FUNCTIONS` support lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
@@ -69,8 +66,6 @@ class Functions:
 
         return plain
 
-    # --- of two elements ---
-
     @staticmethod
     def divide(x: Any, y: Any) -> Any:
         x, y = as_reals(x, y)
@@ -82,7 +77,8 @@ class Functions:
         return x.negative() if isinstance(x, Real) else Exact(-x.value)
 
     def power(self, x: Any, y: Any) -> Any:
-        """The exact power of ints. For floats, a product for a constant integer from 0 to 64, otherwise a random function."""
+        """The exact power of ints. For floats, a product if the exponent is a constant integer from 0 to 64, otherwise a random
+        function."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
         exponent = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
@@ -103,12 +99,10 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """Replaces a function that the field lacks by a random function. Shadows use NumPy's function, mapped into its domain."""
+        """A random function replaces a function that the field lacks. Shadows use NumPy's function, mapped into its domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
-
-    # --- of one element ---
 
     def exp(self, x: Any) -> Any:
         return as_reals(x)[0].exp()
@@ -124,7 +118,7 @@ class Functions:
     @staticmethod
     def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
         def computed(x: Any) -> Any:
-            shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # takes half the time of np.vectorize
+            shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # np.vectorize takes twice as long.
             return x.random_function(function.__name__, shadows.reshape(x.value.shape))
 
         return computed
@@ -138,8 +132,6 @@ class Functions:
     @staticmethod
     def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Lanes:
         return type(x).of(Exact(function(rounded_if_near(x.value if of is None else of))))
-
-    # --- of whole dims ---
 
     @staticmethod
     def sum(x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
@@ -187,8 +179,6 @@ class Functions:
     def cumsum(x: Any, axis: int, dtype: Any = None) -> Any:
         along = inner_axis(axis, x.ndim)
         return x.apply_linear(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
-
-    # --- shapes and positions of elements ---
 
     @staticmethod
     def ndim(x: Any) -> int:
@@ -285,7 +275,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         addend = x.of(y)
-        if addend.lanes > x.lanes:  # an update in place cannot add lanes to x
+        if addend.lanes > x.lanes:  # An update in place cannot add lanes to x.
             raise NeedsSingleLane
         for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)
@@ -310,7 +300,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows, but numbers with equal elements count as equal, because their shadows may differ only by rounding."""
+    """Compares shadows. Numbers with equal elements count as equal: their shadows may differ only by rounding."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

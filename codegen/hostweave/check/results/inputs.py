@@ -1,4 +1,4 @@
-"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from all valid
+"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths come from all valid
 values."""
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks, because all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks; all checks of a process draw the same numbers
 
 
 @lru_cache(MAX_BLOCKS)
@@ -58,7 +58,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # opposite signs, so that abs negates each element in one of two seeds
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # Signs are opposite, so abs negates each element for one of two seeds.
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
@@ -85,8 +85,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If a value only
-    consists of moved elements of another value, yields the name of the other value."""
+    """Yields name, role and bound of each value that an op uses as positions, lengths or offsets, or reduces by xor. If a value only has
+    moved elements of another value, yields the other value."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

@@ -111,8 +111,7 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body only on the ranks of a mesh. Coordinates in the body are along the axes of this mesh. Allocations stay in scope after
-    the body."""
+    """Runs the body only on the ranks of a mesh. Coordinates in the body refer to this mesh. Allocations are visible after the body."""
 
     mesh: Mesh
     body: Body

@@ -1,5 +1,5 @@
-"""Instructions that only inlined programs have, for the check: views of donated arguments with their contents before and after a call.
-Parser and emitter do not know these instructions."""
+"""Instructions of inlined programs, for the check: views of donated arguments with their contents before and after a call. Parser and
+emitter do not support them."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input of the call: the argument with its contents before the call. After a result has overwritten bytes, no instruction may read
-    these bytes through this view."""
+    """An input of the call: the argument with its contents before the call. No instruction may read bytes through this view after a result
+    has overwritten them."""
 
     syntax = "%{out} = as_given %{src}"
 
@@ -33,7 +33,7 @@ class TakeOver(_Parameter):
 
 @dataclass(frozen=True)
 class Returned(Instruction):
-    """The end of a call: the whole result must have been written."""
+    """End of a call: the whole result must have been written."""
 
     src: Read
     syntax = "returned %{src}"

@@ -1,4 +1,4 @@
-"""Instructions of the host IR that allocate or free memory, or name a view of memory."""
+"""Instructions of the host IR that allocate or free memory, or define a view of memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class View(Instruction):
         return Const(0)
 
     def stride(self, source: BufferType) -> Size:
-        """Number of elements per unit of `offset`."""
+        """Elements per unit of `offset`."""
         return Size()
 
 
@@ -217,7 +217,7 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
     """Strides of the same elements with another shape. Raises ValueError if no such strides exist, or if symbolic sizes do not determine
-    the strides."""
+    them."""
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
     result: list[Size] = []
@@ -233,7 +233,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # extends the smaller product, or the target's product if symbols hide which one is smaller
+        while have != want:  # The smaller product is extended, or the product of the target if symbols hide which one is smaller.
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

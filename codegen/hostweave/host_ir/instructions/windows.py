@@ -6,7 +6,7 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.instructions.communication import Communication
 from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
-SIGNAL_COUNTERS = 64  # number of counters per peer, numbered from 0
+SIGNAL_COUNTERS = 64  # counters per peer, numbered from 0
 # States of a buffer that a signal can announce. `free` and `ready`: the receiver of the signal may write, or read, the sender's buffer.
 # `read` and `written`: the sender of the signal has read, or written, the receiver's buffer.
 SIGNAL_STATES = ("free", "ready", "read", "written")
@@ -15,8 +15,8 @@ SIGNAL_STATES = ("free", "ready", "read", "written")
 class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
 
-    Each pair of ranks has separate counters of signals. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers
-    that peers access are in windows, at the same offset on all ranks.
+    Each pair of ranks has its own counters. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers that peers
+    access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
@@ -24,7 +24,7 @@ class OneSided(Communication):
 
 
 class Signalled(OneSided):
-    """An instruction that sends a signal, or waits for a signal. `signal` is the number of the counter. The signal announces `state`."""
+    """Sends a signal that announces `state`, or waits for one. `signal` is the number of the counter."""
 
     signal: int
     state: str
@@ -46,7 +46,7 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = the src of the peer. With `received_along`, only the peer's block of dst is written. Blocks may differ in size."""
+    """dst = the src of the peer. With `received_along`, writes only the peer's block of dst. Blocks may differ in size."""
 
     src: RemoteRead
     peer: Expr

@@ -1,4 +1,4 @@
-"""The verifier's state: names and types of a program, and the context of the current instruction."""
+"""State of the verifier: names and types of a program, and the context of the current instruction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-MAX_POOL = 2**16  # largest pool of streams or events
+MAX_POOL = 2**16  # most streams or events of a pool
 
 
 @dataclass(frozen=True)
 class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop, if this count may differ between ranks
+    steps: Size | None = None  # trip count of an enclosing loop, if it may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -40,10 +40,10 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    windows: set[str] = field(default_factory=set)  # allocations and parameters that are in windows
+    windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
     current: tree.Instruction | None = None
     rest: tree.Body = ()  # instructions after the current one in its body
-    mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or the program's mesh
+    mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or of the program
 
     def __post_init__(self) -> None:
         self.mesh = self.program.mesh
@@ -107,7 +107,7 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks that each donated input is reused by one output, with the same dims in any order."""
+        """Checks that one output reuses each donated input, with the same dims in any order."""
         inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
@@ -130,8 +130,6 @@ class Checker:
         text = self.current.lines()[0].removesuffix(" {")
         raise ProgramError(f"@{self.program.name}: {text}: {message}", self.current.location)
 
-    # --- structure ---
-
     def body(self, body: tree.Body, scope: Scope) -> None:
         for number, instruction in enumerate(body):
             self.current, self.rest = instruction, body[number + 1 :]
@@ -144,7 +142,7 @@ class Checker:
             for name in tree.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
-                self.freed.discard(name)  # an earlier body may have freed a buffer of this name
+                self.freed.discard(name)  # An earlier body may have freed a buffer of this name.
             for pool in tree.names(instruction, "stream", "fork", "join"):
                 self.declared(pool, self.program.streams, "streams")
             for pool in tree.names(instruction, "record", "wait"):
@@ -155,7 +153,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """Checks a nested body, whose names go out of scope at its end."""
+        """Checks a nested body. Its names are not visible after it."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)
@@ -232,8 +230,6 @@ class Checker:
             )
         return channel
 
-    # --- types ---
-
     def same_dtype(self, *names: str) -> None:
         if len({self.types[name].dtype for name in names}) > 1:
             self.fail("dtypes differ: " + ", ".join(f"%{name} is {self.types[name]}" for name in names) + "; cast first")
@@ -267,7 +263,7 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {actual} elements, not {expected}")
 
     def known(self, size: Size) -> Size:
-        """Replaces each local size by a quotient if all shards are equal, so that equal sizes compare equal."""
+        """Replaces each local size by a quotient if all shards are equal. Equal sizes then compare equal."""
         exact = dict[Factor, Size]()
         for part in size.factors:
             if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
@@ -275,13 +271,13 @@ class Checker:
         return size.replaced(exact)
 
     def with_equal_shards(self, size: Size) -> Size:
-        """Renames the axes of local sizes, so that local sizes with equal global sizes and numbers of ranks compare equal."""
+        """Renames the axes of local sizes. Local sizes with equal global sizes and numbers of ranks then compare equal."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """First symbol of a size that is in no input or output, or None. Checks the meshes and axes of local sizes too."""
+        """First symbol of a size that is in no input or output, or None. Also checks the meshes and axes of local sizes."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:
@@ -312,7 +308,7 @@ class Checker:
         of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # only axes of the program's mesh remain
+            if axis not in of_parts:  # Only axes of the program's mesh remain.
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

@@ -24,7 +24,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. If the communication is a collective, checks that all ranks of the channel execute it."""
+    """Channel of a communication. Checks that all ranks of the channel execute a collective."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -60,7 +60,7 @@ def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: i
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
-    """Number of elements of this rank's block of a buffer whose dim `along` is split over the ranks."""
+    """Elements of this rank's block of a buffer whose dim `along` is split over the ranks."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
@@ -69,7 +69,7 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks that src and dst have equal sizes, also if they are shards along different axes."""
+    """Checks that src and dst have equal sizes, even if they are shards along different axes."""
     dst_elements, src_elements = (c.with_equal_shards(product(c.types[name].shape)) for name in (i.dst, i.src))
     if dst_elements != src_elements:
         c.counts(i.src, i.dst, 1)
@@ -122,7 +122,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that peers access only memory in windows. Also checks the sizes of src and dst."""
+    """Checks that peers access only memory in windows, and that src and dst fit."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")

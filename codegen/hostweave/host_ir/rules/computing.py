@@ -50,7 +50,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of this number of scales
+PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of this number
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
@@ -133,7 +133,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """Checks the buffers of the epilogue, and that cuBLASLt supports the epilogue."""
+    """Checks the buffers of the epilogue, and that cuBLASLt supports it."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("at most one buffer and one bias can be added: add the others before")
@@ -168,7 +168,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 
 def _rows_follow(type: BufferType) -> bool:
-    """True if the distance in memory between consecutive rows is the same everywhere, as in one matrix."""
+    """True if the distance between consecutive rows in memory is the same everywhere, as in one matrix."""
     strides = strides_of(type)
     return all(outer == size * inner for outer, size, inner in zip(strides[:-2], type.shape[1:-1], strides[1:-1], strict=True))
 
@@ -295,7 +295,7 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
         c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
     if len(i.dsts) != len(kernel.results):
         c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
-    exchanged = int(i.exchanges)  # `_launch_exchange` checks the first input
+    exchanged = int(i.exchanges)  # `_launch_exchange` checks the first input.
     for name, parameter in zip((*i.srcs, *i.dsts)[exchanged:], (*kernel.inputs, *kernel.results)[exchanged:], strict=True):
         wanted = BufferType(parameter.type.dtype, parameter.type.shape)
         c.expect_type(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")

@@ -1,4 +1,4 @@
-"""Computes attention block by block, as gathered keys arrive in a chunk loop with one chunk per rank.
+"""Computes attention block by block, in the chunk loop that gathers the keys. The loop has one chunk per rank.
 
     %k_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%k, dim=1, axes=(cp))      # q: [H, S@cp, 64], k and v: [G, T@cp, 64]
     %v_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%v, dim=1, axes=(cp))
@@ -13,7 +13,7 @@ becomes
     %y_blocks: bf16[2, H, S@cp, 64] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.125, blocks=2)
     %y_lse: f32[2, H, S@cp] stream(0, 2) = attention_lse(%q, %y_keys, scale=0.125, blocks=2)
 
-followed by ops that merge the results of the blocks by log-sum-exps. One transfer sends the keys and values of a rank.
+Ops that merge the results of the blocks by log-sum-exps follow. One transfer sends the keys and values of a rank.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks that both ops read."""
+        """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks that both read."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

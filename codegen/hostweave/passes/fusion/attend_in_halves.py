@@ -1,5 +1,5 @@
-"""Splits causal attention of rows in zigzag into two ops. The first op has the rows of all first pieces, and the second op those of all
-second pieces."""
+"""Splits causal attention of rows in zigzag into two ops. The first op has the first piece of each rank, and the second op has the second
+pieces."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Dim of the query rows in each operand: q, k, v and, in a backward pass, the result, gradient and lse. 0: the operand has no query rows.
+# Dim of the query rows in each operand: q, k, v and, in a backward pass, the result, gradient and lse. 0 if the operand has no query rows.
 ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 

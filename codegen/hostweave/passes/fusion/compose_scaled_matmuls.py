@@ -1,4 +1,5 @@
-"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering replaces a marked op by casts, a matmul and multiplications.
+"""Marks scaled matmuls that cuBLASLt does not support on this machine. Lowering replaces a marked op by casts, a matmul and
+multiplications.
 
     %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t)      # a: f8e5m2[M, K], b: f8e5m2[K, N]
 

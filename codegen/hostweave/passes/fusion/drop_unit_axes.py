@@ -32,7 +32,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
         return replaced(value, type=stripped(value.type, value.type.mesh_in(fusion.mesh)))
 
     def in_kernel(kernel: UserKernel) -> UserKernel:
-        mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # a kernel runs on the mesh of its operands
+        mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # A kernel runs on the mesh of its operands.
 
         def in_dim(dim: Dim) -> Dim:
             return replace(dim, axes=without(dim.axes, mesh))
@@ -43,7 +43,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     def in_op(op: Op) -> Op:
         result = in_value(op.result)
         if op.kind in RESHARD_STEPS and _names(op, fusion.types[op.tensors[0]], fusion.mesh):
-            return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes the reshard again
+            return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes the reshard again.
         return replaced(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
     return replaced(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))

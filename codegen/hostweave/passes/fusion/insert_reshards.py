@@ -36,8 +36,8 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Inserts reshards, so that only reshards change a layout. Casts change the dtype of a partial sum if the transport cannot reduce this
-    dtype, or if `partial_dtype` asks for another one."""
+    """Casts change the dtype of a partial sum if the transport cannot reduce this dtype, or if `partial_dtype` asks for another one. After
+    this pass, only reshards change a layout."""
     return _Insertion(fusion, options).rewritten()
 
 
@@ -46,8 +46,8 @@ class _Insertion(OpRewriter):
         super().__init__(fusion)
         self.options = options
         self.consumers = consumers(fusion)
-        self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> its reshard, so that equal reshards are inserted once
-        self.carried: dict[str, DType] = {}  # partial values that were cast -> their dtype in the program
+        self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> its reshard; an equal reshard is inserted only once
+        self.carried: dict[str, DType] = {}  # partial value that was cast -> its dtype in the program
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
@@ -81,7 +81,7 @@ class _Insertion(OpRewriter):
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
         carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=carried))
-        if stream:  # the cast runs in the loop, unless a shard is complete only after the last iteration
+        if stream:  # The cast runs in the loop, unless a shard is complete only after the last iteration.
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
@@ -105,7 +105,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """Returns the value in another dtype. If only `op` reads the result of a matmul, the matmul writes this dtype, without a cast."""
+        """The value in another dtype. If only `op` reads the result of a matmul, the matmul writes this dtype without a cast."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Lets each rank attend to its shard of the keys, and merges the results by their log-sum-exps, so that keys are not gathered.
+"""Each rank attends to its shard of the keys. The results are merged by their log-sum-exps, so keys are not gathered.
 
     %y: bf16[H, S, 64] = attention(%q, %k, %v, scale=0.125)        # q: [H, S, 64], k and v: [H, T@cp, 64], on 2 ranks
 
@@ -60,7 +60,7 @@ class _Joining(BlockWriter):
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
-        if isinstance(k.dims[-2].axes, Zigzag):  # a rank's keys in zigzag are not one block
+        if isinstance(k.dims[-2].axes, Zigzag):  # In zigzag, the keys of a rank are not one block.
             return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 

@@ -1,4 +1,4 @@
-"""Avoids communication between two grouped matmuls whose experts are sharded: each rank keeps the rows of its experts.
+"""Avoids communication between two grouped matmuls with sharded experts: each rank keeps the rows of its experts.
 
     %h: f32[T, F] = grouped_matmul(%x, %w, %starts, %ends)     # w: [E@ep, K, F], on 2 ranks
     %a: f32[T, F] = silu(%h)
@@ -11,8 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts. The rank itself computed
-these rows in the first matmul. Only the final sum needs communication.
+The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which the rank itself
+has computed in the first matmul. Only the final sum needs communication.
 """
 
 from dataclasses import replace
@@ -39,9 +39,9 @@ class _Apart(OpRewriter):
         self.made = fusion.made
         self.inputs = {value.name: value.type for value in fusion.inputs}
         self.uses = consumers(fusion)
-        self.apart: dict[str, int] = {}  # value that gets a dim for ranks -> the number of ranks
+        self.apart: dict[str, int] = {}  # value that gets a dim for ranks -> number of ranks
         self.last: set[str] = set()  # results of second matmuls
-        self.known: dict[tuple[str, int], str] = {}  # (operand, ranks) -> the operand, split by `split`
+        self.known: dict[tuple[str, int], str] = {}  # (operand, ranks) -> result of `split`
         for op in fusion.ops:
             if op.kind == MATMUL and op.result.name not in self.apart and (ranks := self.ranks_of(op)) > 1:
                 self.find(op, ranks)
@@ -59,7 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Adds to `apart` the values between matmuls of the same groups, if all ops between them keep rows separate."""
+        """Adds the values between matmuls of the same groups to `apart`, if all ops between them keep rows separate."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

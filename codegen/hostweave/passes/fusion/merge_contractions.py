@@ -1,5 +1,4 @@
-"""Makes a matmul contract several dims, if reshapes merge these dims into the inner dim of both operands. A sharded dim then needs no
-gather.
+"""Makes a matmul contract several dims if reshapes merge them into the inner dim of both operands. A sharded dim then needs no gather.
 
     %x_2d: f32[S*B, E] = reshape(%x)                    # x: [S, B@dp, E], dy: [S, B@dp, F]
     %x_t: f32[E, S*B] = permute_dims(%x_2d, axes=(1, 0))

@@ -1,4 +1,4 @@
-"""Turns a matmul into a loop over shards, if the second matrix is gathered along the columns.
+"""Turns a matmul into a loop over shards if its second matrix is gathered along the columns.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -14,8 +14,8 @@ becomes
     }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-The first iteration reads the rank's own shard in place, and need not wait. The other iterations read the buffer in which the shards of
-peers arrive. The gather keeps its position, and overlaps with the ops before the loop.
+The first iteration reads the rank's own shard and need not wait. The other iterations read the buffer that receives the shards of peers.
+The gather keeps its position, and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ from hostweave.options import Options
 from hostweave.tune.overlaps import product_by_shards
 from hostweave.types.size import Size
 
-EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that a matmul can apply as its epilogue, also in a chunk loop
+EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that can be the epilogue of a matmul, also in a chunk loop
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
     """Forms loops for gathers that `overlap_communication` splits into chunks."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers with a loop in the program's text
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers with a loop in the text of the program
     chunks = {choice.value: choice.chosen.chunks for choice in fusion.choices if choice.value not in done}
-    loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of the matmul and its epilogues
+    loops: dict[str, ChunkLoop] = {}  # matmul -> loop of the matmul and its epilogues
     for op in fusion.ops:
         if op.kind == "all_gather" and op.result.is_async and chunks.get(op.result.name, 0) > 1:
             product = product_by_shards(op, fusion)
@@ -51,7 +51,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Chain of ops that can be the epilogue of a matmul. All further operands are available before the matmul."""
+    """Chain of ops that can be the epilogue of a matmul. Their other operands exist before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

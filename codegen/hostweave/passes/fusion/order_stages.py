@@ -1,12 +1,11 @@
-"""Reorders the stages of a pipeline so that ranks wait less. Micro-batches in plain order become a 1F1B schedule: the order on the left
-becomes the order on the right.
+"""Reorders the stages of a pipeline so that ranks wait less. Micro-batches in plain order (left) become a 1F1B schedule (right).
 
     %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)              %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)
     %g0: f32[M, N] on stage 1 = transfer(%f0)                 %g0: f32[M, N] on stage 1 = transfer(%f0)
     %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))    %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)
     %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)              %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))
 
-A move makes its ranks wait for each other, and each rank executes its ops in order. All ranks use one order, and therefore cannot deadlock.
+The ranks of a move wait for each other, and each rank executes its ops in order. All ranks use one order, so they cannot deadlock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,17 +17,17 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MAX_TIME_RATIO = 0.97  # a new order may take at most this fraction of the predicted time of the old order
+MAX_TIME_RATIO = 0.97  # largest accepted ratio of the predicted times of the new and the old order
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Orders ops by list scheduling, if the cost model predicts a gain and no op is in a chunk loop."""
+    """Orders ops by list scheduling if the cost model predicts a gain and no op is in a chunk loop."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
-    in_ns = {name: round(time * 1e9) for name, time in times.items()}  # with integers, equal sums compare equal
+    in_ns = {name: round(time * 1e9) for name, time in times.items()}  # With integers, equal sums compare equal.
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
     # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
@@ -58,7 +57,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling by earliest start. Ties go to moves, then to short chains, so backward passes precede later forward passes."""
+        """List scheduling by earliest start. In a tie, moves come first, then ops before short chains, so backward passes precede later
+        forward passes."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}
@@ -79,7 +79,7 @@ class _Ranks:
         return tuple(order)
 
     def behind(self) -> dict[str, int]:
-        """For each op, the longest time of a chain of dependent ops that begins with this op."""
+        """For each op, the longest time of a chain of dependent ops that begins with it."""
         result: dict[str, int] = {}
         for op in reversed(self.fusion.ops):
             result[op.result.name] = result.get(op.result.name, 0) + self.times[op.result.name]

@@ -1,4 +1,4 @@
-"""Moves a reshard before the permutation whose result the reshard reads, so that shards are sent without a transpose.
+"""Moves a reshard before the permutation that computes its operand. Shards are then sent without a transpose.
 
     %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
     %t_gathered: f32[K, M] = reshard(%t)

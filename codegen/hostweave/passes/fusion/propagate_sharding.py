@@ -1,4 +1,4 @@
-"""Infers missing shardings: first from the operands of each op, then from the consumers of its result, if all consumers agree.
+"""Infers missing shardings: first from the operands of each op, then from the consumers of its result if they agree.
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)
@@ -44,7 +44,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
-    """Type of a result after forward propagation. A reshard keeps its stated type. The dim over which a chunk loop runs is unsharded."""
+    """Type of a result after forward propagation. A reshard keeps its stated type. The dim of a chunk loop is unsharded."""
     if passed is None:
         return op.result.type
     stream = op.result.stream

@@ -21,10 +21,10 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     read.
 
     A repeated op whose result is returned becomes a copy. Ops without operands, such as iota, are merged only if all consumers are local
-    slices. Otherwise each kernel recomputes the values.
+    slices. Otherwise each kernel recomputes their values.
     """
     uses = consumers(fusion)
-    same: dict[str, str] = {}  # removed value -> the value to use instead
+    same: dict[str, str] = {}  # removed value -> value that replaces it
     known: dict[object, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:

@@ -10,8 +10,9 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Inside the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first
-key piece of each lower rank, but not the second. Only the second row piece of a rank sees keys of higher ranks: both pieces of each.
+In the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first piece
+of the keys of each lower rank, but not the second piece. Only the second piece of a rank's rows sees keys of higher ranks, and sees both
+pieces.
 """
 
 from dataclasses import replace
@@ -91,7 +92,7 @@ class _Numbering(OpRewriter):
         return Op("all_gather", (name,), Value(self.names.new(f"{name}_gathered"), whole), how, op.location)
 
     def by_rank(self, op: Op, choice: Choice) -> tuple[str, ...]:
-        """Operands in rank order. Keys and values are gathered in a loop."""
+        """Operands in rank order. A loop gathers keys and values."""
         rows, *others = (self.renumbered(name, word) for name, word in zip(op.tensors, ("rows", "keys", "values"), strict=True))
         names = choice.value, self.names.new(f"{op.tensors[2]}_gathered")
         for name, wanted in zip(others, names, strict=True):

@@ -1,4 +1,4 @@
-"""Moves a take of few elements before the pointwise op whose result the take reads. The pointwise op then computes only these elements.
+"""Moves a take of few elements before the pointwise op that computes its operand. The pointwise op then computes only these elements.
 
     %logp: f32[M, N] = subtract(%x, %lse)                    # lse: f32[M, 1]
     %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move. For indices of other ranks, a
-take gives zeros, and the pointwise op would change these zeros.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: for indices of other ranks, it
+gives zeros, which the pointwise op would change.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 
-MIN_LENGTH_PER_INDEX = 16  # a take moves only if it reads at most one of this many elements of the dim
+MIN_LENGTH_PER_INDEX = 16  # fewest elements of the dim per index of a take that moves
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:
@@ -48,7 +48,7 @@ class _Taking(OpRewriter):
         return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
 
     def dim_of(self, name: str, op: Op, made: Op) -> int | None:
-        """Dim of the operand `name` that the take indexes. None if the operand lacks the dim, or has one element along the dim."""
+        """Dim of the operand `name` that the take indexes. None if the operand lacks the dim, or has one element along it."""
         shape = self.types[name].shape
         dim = op[AXIS] - (len(made.result.type.shape) - len(shape))
         return None if dim < 0 or shape[dim] == ONE else dim

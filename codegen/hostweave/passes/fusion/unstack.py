@@ -1,5 +1,5 @@
-"""Replaces each select from a stack by the selected value. Also removes the stack, if no op reads the whole stack. Selects that are
-returned, or that are in a chunk loop, stay.
+"""Replaces each select from a stack by the selected value. Removes the stack if no op reads all of it. Selects that are returned or in a
+chunk loop stay.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
@@ -36,7 +36,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: Mapping[str, Op]) -> str | None:
-    """The value that a select takes from a stack. None for any other op."""
+    """Value that a select takes from a stack. None for any other op."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None

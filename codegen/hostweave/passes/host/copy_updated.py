@@ -1,4 +1,4 @@
-"""Copies the operand of an in-place update to the result, if the two do not share memory.
+"""Copies the operand of an in-place update to the result if the two do not share memory.
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 

@@ -1,4 +1,4 @@
-"""Removes conditions whose value follows from the ranges of indices and coordinates. Simplifies all other expressions.
+"""Removes conditions with a value that follows from the ranges of indices and coordinates. Simplifies all other expressions.
 
     for %i in 0..6 {                                          for %i in 0..6 {
       if %i / 2 != 0 {                                          if %i >= 2 {
@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also replaces loops of one iteration by their bodies, and `choose` views with known conditions by the chosen buffers. Removes views,
-buffers and indices that are then unused, and merges consecutive bodies with the same condition or on the same stream.
+Also replaces loops of one iteration by their bodies, and `choose` views with known conditions by the chosen buffers. Removes views, buffers
+and indices that are then unused. Merges consecutive bodies with the same condition or on the same stream.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 class _Folding:
     def __init__(self) -> None:
-        self.ranges: dict[str, Range] = {}  # index -> range of its values
-        self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the buffer that the view selects
+        self.ranges: dict[str, Range] = {}  # index -> its range
+        self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the chosen buffer
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         folded = (new for i in body for new in self.folded(i, mesh))

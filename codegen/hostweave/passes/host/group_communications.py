@@ -1,4 +1,4 @@
-"""Groups consecutive independent communications on one channel, so that they are posted as one launch.
+"""Groups consecutive independent communications on one channel. A group is posted as one launch.
 
     all_reduce sum %a_partial -> %a on x
     launch @sum_b %y -> %b_partial
@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between the communications moves before the group, and instructions that only unpack received data move after the group. All
-these instructions are on one stream, so the moves delay nothing.
+Computation between the communications moves before the group. Instructions that only unpack received data move after it. All these
+instructions are on one stream, so the moves delay nothing.
 """
 
 from hostweave.analysis.def_use import def_use
@@ -74,12 +74,12 @@ class _Grouping:
         """Upper bound of the number of calls that a communication makes to its transport."""
         if isinstance(member, ir.Routed):
             return len(member.routes)
-        by_rank = isinstance(member, ir.Collective) and member.is_shared  # shards differ in size between ranks
+        by_rank = isinstance(member, ir.Collective) and member.is_shared  # Shards differ in size between ranks.
         return (1 + member.grouped) * self.program.channel(member.channel).size if member.grouped or by_rank else 1
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts. Empty for a barrier. A barrier orders other work, and therefore cannot join a group."""
+    """Communications that an instruction posts. Empty for a barrier, which orders other work and therefore cannot join a group."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

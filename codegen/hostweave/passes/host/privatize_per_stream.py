@@ -1,4 +1,4 @@
-"""If each iteration of a loop uses only one chunk of a buffer, replaces the buffer by one chunk-sized buffer per stream.
+"""Replaces a buffer by one buffer per stream, of the size of a chunk, if each iteration of a loop uses only one chunk.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
@@ -79,7 +79,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         value = compiled(index, {})
         ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
         return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
-    except KeyError:  # the index depends on another loop's index, or on a size
+    except KeyError:  # The index depends on another loop's index, or on a size.
         return False
 
 

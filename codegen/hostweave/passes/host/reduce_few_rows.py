@@ -34,7 +34,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # a launch is in one pair only
+        if {first.number, last.number} & edits.keys():  # A launch is in one pair only.
             continue
         launch, kernel, elements = found
         typical = elements.at(options.sizes)
@@ -83,6 +83,6 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
 def _combine(rows: Op, total: Op) -> bool:
     """True if the two reductions equal one reduction over all their dims."""
     combine = OPS[total.kind].combine
-    if combine and combine.is_mean and total[COUNT] != Size(0):  # the total is a mean of sums, with an explicit divisor
+    if combine and combine.is_mean and total[COUNT] != Size(0):  # The total is a mean of sums, with an explicit divisor.
         combine = replace(combine, is_mean=False)
     return OPS[rows.kind].combine == combine and rows[KEEPDIMS] == total[KEEPDIMS] and not OPS[rows.kind].locates

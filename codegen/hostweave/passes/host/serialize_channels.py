@@ -21,7 +21,7 @@ becomes
       }
     }
 
-A wait waits for the latest record of its event, so one event orders communications across streams. Communications that streams and events
+A wait refers to the latest record of its event, so one event orders communications across streams. Communications that streams and events
 already order do not change.
 """
 
@@ -41,10 +41,10 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # an inserted wait or record is not in this set, because it names the new event
+    unchanged = set(program.body)  # An inserted wait or record is not in this set, because it names the new event.
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
-    begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn
+    begin = turns.without(ir.Wait, body[first])  # Nothing precedes the first turn.
     if begin == (body[first],):
         begin = (ir.Record(turns.event, Const(0)), *begin)
     end = turns.without(ir.Record, body[last]) if last > first else ()
@@ -57,13 +57,13 @@ def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> 
 
 
 class _Turns:
-    """Makes communications wait for one event, and record the event afterwards."""
+    """Makes communications wait for one event, and record it afterwards."""
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record."""
+        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, communications, and a record."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
@@ -77,7 +77,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or the waits or records in a stream block."""
+        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or those in a stream block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
@@ -91,10 +91,10 @@ class _Turns:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
-        if first == last and alone.condition_of_body:  # adds the turn inside: a branch without communication need not wait
+        if first == last and alone.condition_of_body:  # The turn is inside, because a branch without communication need not wait.
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
-        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # a rank need not wait for instructions of other ranks
+        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # A rank need not wait for instructions of other ranks.
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

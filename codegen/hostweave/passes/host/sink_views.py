@@ -1,11 +1,11 @@
-"""Moves each view to its first use. If all uses are in one stream block or branch, the view moves into that body.
+"""Moves each view to its first use. If all uses are in one stream block or branch, the view moves there.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Loop-invariant views move before the loop, and before the fork of its streams. Equal views in several instructions of a body become one view
-before these instructions.
+Loop-invariant views move before the loop and the fork of its streams. If several instructions of a body contain equal views, one view
+before them remains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,9 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Moves equal views before their users or a loop. One view must be unconditional: a condition may bound the index."""
-    # view without its name -> the names of all such views, each with the position of the instruction that uses it
+    """Moves equal views before their users or a loop. At least one of them must be unconditional, because a condition may bound the
+    index."""
+    # view without its name -> names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):
         for view in _movable(i):
@@ -52,7 +53,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction that can move before the instruction."""
+    """Views in an instruction that can move before it."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
@@ -71,7 +72,7 @@ def _sunk(body: tree.Body) -> tree.Body:
     return tuple(instruction for instruction, _ in lines)
 
 
-_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that the instruction and its bodies use
+_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies use
 _Lines = list[_Line]
 
 
@@ -99,8 +100,8 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view. Also None for
-    an `on` body and a view that depends on the rank, because the coordinates in the body are those of another mesh."""
+    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view. Also None if
+    the view depends on the rank and the body is an `on` body, whose coordinates refer to another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

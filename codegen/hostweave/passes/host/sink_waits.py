@@ -1,4 +1,4 @@
-"""Delays the caller's wait for a loop until the first use of the loop's results.
+"""Delays the caller's wait for a loop until the first use of its results.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring
@@ -28,7 +28,7 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     result: list[tree.Instruction] = []
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
-    # joins that are being moved down, each with the work that it waits for
+    # Joins that move down, each with the work that it waits for.
     waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
     place = 0  # position in `result` at which the waiting joins will be inserted
     for instruction in body:
@@ -51,5 +51,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if a join must stay before an instruction, because the instruction uses or orders streams and is not itself a join."""
+    """True if a join must stay before an instruction that uses or orders streams. Joins can pass other joins."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -13,8 +13,9 @@
                                                         }
                                                       }
 
-Communications on different channels run in issue order (`serialize_channels`). With the new order, the all_gather of an iteration overlaps
-with the computation of the previous iteration. The order on each stream, and of each kind of operation on a channel, does not change.
+Communications on different channels run in the order of issue (`serialize_channels`). In the new order, the all_gather of an iteration
+overlaps with the computation of the previous iteration. The order on each stream, and of each kind of operation on a channel, does not
+change.
 """
 
 from collections import deque
@@ -45,7 +46,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
-    """A loop and its stream block, if consecutive iterations use different streams, and only views and lets precede the block."""
+    """A loop and its stream block. None if consecutive iterations use one stream, or if the block follows anything but views and lets."""
     if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
         return None
     streams = next(pool.count for pool in program.streams if pool.name == block.stream)
@@ -87,8 +88,6 @@ class _Ahead:
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
 
-    # --- cutting an iteration ---
-
     def halves(self, body: tree.Body) -> _Halves | None:
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
@@ -98,7 +97,7 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Splits before the first computation that is between two communications. None if no split is possible."""
+        """Splits before the first computation between two communications. None if no split is possible."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
@@ -107,8 +106,6 @@ class _Ahead:
         if _posted(first) & _posted(then):
             return None
         return first, (*filter(_only_names, first), *then)
-
-    # --- names ---
 
     def index(self, beside: str) -> str:
         return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
@@ -131,5 +128,5 @@ def _only_names(i: tree.Instruction) -> bool:
 
 
 def _posted(body: tree.Body) -> set[tuple[str, str]]:
-    """Pairs of a channel and a kind of communication. Communications of a pair match in posting order."""
+    """Pairs of a channel and a kind of communication. Communications of a pair match in the order of posting."""
     return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

@@ -22,9 +22,9 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-MAX_RESULTS = 32  # largest number of results
-MIN_ROW = 512  # smallest number of elements in a row
-MIN_ELEMENTS = 1 << 16  # smallest total number of elements
+MAX_RESULTS = 32  # most results
+MIN_ROW = 512  # fewest elements of a row
+MIN_ELEMENTS = 1 << 16  # fewest elements in total
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -36,7 +36,7 @@ def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgra
 class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
-        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # kernel -> the two kernels into which it is split
+        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # kernel -> the two kernels that replace it
         self.taken = names_in(program)
 
     def body(self, body: tree.Body) -> tree.Body:
@@ -80,10 +80,10 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
     """A kernel that reduces the dims of a row, and a kernel that reduces the remaining dims."""
     (op,), (source,) = kernel.ops, kernel.inputs
     first_op = op
-    if COUNT.name in dict(op.attributes):  # only the second kernel divides by the divisor of a mean
+    if COUNT.name in dict(op.attributes):  # Only the second kernel divides by the divisor of a mean.
         first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location)
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
-    is_rounded = is_narrow and combine is not None and combine.identity  # if True, partial results are f32
+    is_rounded = is_narrow and combine is not None and combine.identity  # True if partial results are f32
     dtype = f32 if is_rounded else source.type.dtype
     keeps = op[KEEPDIMS]
     dims = [Dim(Size()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]

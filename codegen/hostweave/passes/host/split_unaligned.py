@@ -1,13 +1,12 @@
-"""Splits a matmul whose sizes are not multiples of 16 bytes: into an aligned matmul, and a matmul of the remaining rows, columns or terms.
+"""Splits a matmul whose sizes are not multiples of 16 bytes into an aligned matmul, and a matmul of the remaining rows, columns or terms.
 
                                       %y_aligned = slice %y[1: 50256 from 0]
                                       %y_rest = slice %y[1: 1 from 50256]
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
-with `%y: bf16[M, 50257]`. If the contracted dim is split, the aligned matmul adds to the result of the other matmul. A matmul is split only
-if the cost model predicts a gain. Matmuls with rows that do not start at multiples of 16 bytes are skipped. `widen_rows` has aligned most
-rows before this pass.
+with `%y: bf16[M, 50257]`. If the contracted dim is split, the aligned matmul adds to the result of the other matmul. The cost model must
+predict a gain. The pass skips matmuls with rows that do not start at multiples of 16 bytes. `widen_rows` has aligned most rows.
 """
 
 from collections.abc import Iterator

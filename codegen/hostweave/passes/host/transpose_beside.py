@@ -1,4 +1,4 @@
-"""Lets a kernel also write the transpose of its result, tile by tile, so that no copy reads the result again.
+"""A kernel also writes the transpose of its result, tile by tile. No copy then reads the result again.
 
     launch @astype_q %x -> %q
     matmul %q, %w -> %y                             %q_by_rows = allocate f8e4m3[K, M]
@@ -44,7 +44,7 @@ def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None
 
 
 def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
-    """True if the copy can move to the launch at `first`. This launch computes the operand."""
+    """True if the copy can move to the launch at `first`, which computes its operand."""
     (dst,) = tree.names(copy.instruction, "write")
     is_whole = uses.root(dst) == dst and len(uses.types[result].shape) == 2
     if copy.body is not first.body or copy.number < first.number or not is_whole:
@@ -59,7 +59,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
-    """The program in which the launch at `first` also writes the copy. None if the kernels cannot fuse, or would not write tiles."""
+    """Program in which the launch at `first` also writes the copy. None if the kernels cannot fuse, or would not write tiles."""
     (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
     (result,) = tree.names(path[0], "alias")
     types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}
@@ -84,7 +84,7 @@ def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruct
 
 
 def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
-    """Replaces the transpose of a cast by the cast of a transpose, so that the store of 8-bit floats rounds two elements at once."""
+    """Replaces the transpose of a cast by the cast of a transpose. The store of 8-bit floats then rounds two elements at once."""
     *ops, last = kernel.ops
     cast = next(op for op in ops if op.result.name == last.operands[0])
     if cast.kind != "astype":

@@ -5,9 +5,8 @@
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
-The padding is never read or written. A kernel copies an unaligned input before the matmul, or an output after the matmul, because inputs
-and outputs of the program have no padding. Some temporaries are copied too, such as those in windows. `split_unaligned` later splits off
-the 50257th column.
+The padding is never read or written. Inputs and outputs of the program have no padding, so a kernel copies an unaligned input before the
+matmul, or an output after it. Temporaries in windows are also copied. `split_unaligned` later splits off the 50257th column.
 """
 
 from collections.abc import Iterator
@@ -51,7 +50,7 @@ class _Rows:
         left = unaligned(matmul, types, machine)
         copied = left.pitched if left else ()
         moved = sum(2 * int(product(type.shape)) * type.dtype.itemsize for type in (types[getattr(matmul, field)] for field in copied))
-        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # all iterations would share the copy
+        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # All iterations would share the copy.
             return
         for root in widened:
             allocate = self.uses.allocates[root]
@@ -76,7 +75,7 @@ class _Rows:
             for view in self.uses.viewed.get(root, ()):
                 new.update(view.instruction.defined(types))
                 types.update(new)
-        except ValueError:  # the view merges the dim of the rows with another dim
+        except ValueError:  # The view merges the dim of the rows with another dim.
             return {}
         return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
 
@@ -92,9 +91,9 @@ class _Rows:
         yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
 
     def copy(self, old: str, is_result: bool, at: ir.Matmul, before: list[tree.Instruction], after: list[tree.Instruction]) -> str:
-        """Copies an operand to aligned rows before the matmul, or a result from aligned rows after the matmul. Returns the new matrix."""
+        """Copies an operand to aligned rows before the matmul, or a result from aligned rows after it. Returns the new matrix."""
         type, turned = self.uses.types[old], None
-        if rows_of(type)[0] == -2:  # the rows in memory are the columns of the matrix
+        if rows_of(type)[0] == -2:  # The rows in memory are the columns of the matrix.
             rank = len(type.shape)
             turned = (*range(rank - 2), rank - 1, rank - 2)
             flat = claim_unique(f"{old}_rows", self.taken)

@@ -11,14 +11,14 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
 COMM = "comm"  # stream of asynchronous communication
-COPIES = "copies"  # stream of local copies after a communication, so that the next communication need not wait
+COPIES = "copies"  # stream of local copies after a communication; the next communication need not wait for them
 
 
 class Asynchronous:
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
         self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> event, or "" if no op reads the value
-        self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> the event of the copy
+        self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> event of the copy
         # value that the caller's stream sums from terms after a wait -> functions that emit the sums
         self.sums: dict[str, list[Callable[[], None]]] = {}
         self.is_forked = False
@@ -38,7 +38,7 @@ class Asynchronous:
         aside = copies if ready and not self._is_awaited(op) else []
         arrived = self.b.new_events(f"{name}_arrived") if aside else ready
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
-        if latest is None or tree.names(latest, "fork") != (COMM,):  # otherwise the caller's stream has no new work since the last fork
+        if latest is None or tree.names(latest, "fork") != (COMM,):  # Otherwise the caller's stream has no new work since the last fork.
             self.b.emit(ir.Fork(COMM))
         begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
         self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
@@ -56,11 +56,11 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """True if an op reads the value or a view of it. For a value that is only returned, the join at the body's end suffices."""
+        """True if an op reads the value or a view of it. If the value is only returned, the join at the end of the body suffices."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
-        """True if the first consumer is a kernel. A kernel can read the terms of all ranks, and sum the terms itself."""
+        """True if the first consumer is a kernel. A kernel can read the terms of all ranks, and sum them itself."""
         users = [user for user in self.flow.consumers[op.result.name] if not self.flow.is_view(user)]
         return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 
@@ -72,7 +72,7 @@ class Asynchronous:
 
     def settle(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # the op accesses no memory, or only on the separate stream
+            if self.flow.is_view(op) or self.takes(op):  # The op accesses no memory, or only on the separate stream.
                 continue
             for name in op.tensors:
                 self.wait_for(name)
@@ -90,7 +90,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Makes the caller's stream wait for all work of the communication stream and of the stream COPIES."""
+        """Makes the caller's stream wait for all work of the streams COMM and COPIES."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

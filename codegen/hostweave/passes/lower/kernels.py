@@ -1,5 +1,5 @@
-"""Makes the kernels that lowering launches: one kernel per op, and kernels that reduce terms or multiply ints. Ops that differ only in
-names share a kernel."""
+"""Kernels that lowering launches: one kernel per op, and kernels that reduce terms or multiply ints. Ops that differ only in names share a
+kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from hostweave.host_ir import ir
 from hostweave.types.size import FirstIndex, Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-# reduction -> the op that reduces along a dim, and the op that combines two terms
+# Reduction -> the op that reduces along a dim, and the op that combines two terms.
 PAIRWISE = {
     **{"sum": ("sum", "add"), "prod": ("prod", "multiply"), "max": ("max", "maximum"), "min": ("min", "minimum")},
     **{word: (f"reduce_{word}", f"bitwise_{word}") for word in ("and", "or", "xor")},
@@ -23,11 +23,11 @@ PAIRWISE = {
 
 class Kernels:
     def __init__(self, types: dict[str, BufferType]):
-        self.types = types  # types of the buffers
+        self.types = types
         self.made: dict[object, ir.Kernel] = {}
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
-        """Name of the kernel that computes `op` on these buffers."""
+        """Kernel that computes `op` on these buffers."""
         names: dict[str, str] = {}  # buffer -> operand; two operands share a buffer if one is a view of the other
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
@@ -39,14 +39,14 @@ class Kernels:
         return self.keep(ir.Kernel("", inputs, (body,)), same)
 
     def keep(self, kernel: ir.Kernel, same: object = None) -> str:
-        """Registers a kernel, unless there is an equal kernel, and returns the name."""
+        """Registers a kernel, unless an equal one exists. Returns its name."""
         same = same or kernel
         if same not in self.made:
             self.made[same] = replace(kernel, name=self.free(kernel.descriptive_name))
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """Name of the kernel for a matmul of ints. cuBLASLt supports no such matmul. Overflow wraps around."""
+        """Kernel for a matmul of ints, which cuBLASLt does not support. Overflow wraps around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
@@ -70,14 +70,14 @@ class Kernels:
         return self.named(f"matmul_{result.name}", names, ops)
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
-        """Name of the kernel that reduces a buffer to the result of `op`. The outermost dim of the buffer has one term per rank."""
+        """Kernel that reduces a buffer to the result of `op`. The outermost dim of the buffer has one term per rank."""
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces terms, and rounds once. A buffer with one more dim has one term per index of its first dim."""
+        """Kernel that reduces terms, and rounds once. A buffer with an additional first dim has one term per index of it."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -102,7 +102,7 @@ class Kernels:
         return self.named(f"{one_more}_landed_{result.name}", {name: name for name in terms}, ops)
 
     def named(self, name: str, operands: Mapping[str, str], ops: Iterable[Op]) -> str:
-        """Registers a kernel of `ops` and returns the name. `operands` maps each buffer to the name of an operand."""
+        """Registers a kernel of `ops`. Returns its name. `operands` maps each buffer to the name of an operand."""
         inputs = tuple(ir.Parameter(operand, self.tensor(buffer)) for buffer, operand in operands.items())
         kernel = ir.Kernel(self.free(name), inputs, tuple(ops))
         self.made[kernel] = kernel
@@ -116,7 +116,7 @@ class Kernels:
 
 
 def _of_shard(op: Op) -> Op:
-    """Converts an iota over a sharded dim to an iota that begins at the first global index of the rank's shard. Other ops do not change."""
+    """Makes an iota over a sharded dim begin at the first global index of the rank's shard. Other ops do not change."""
     if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))

@@ -13,7 +13,7 @@ becomes, if `depth` is odd,
       call @layer %y_before, %w_i -> %y_i
     }
 
-The carried value alternates between two buffers, so that the last call writes %y. For an even `depth`, the two buffers are swapped.
+The carried value alternates between two buffers, and the last call writes %y. For an even `depth`, the two buffers are swapped.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True)
 class _Carried:
-    """Memory of a value that is carried from call to call."""
+    """Memory of a value that each call passes to the next."""
 
     name: str
     source: str  # operand of the first call
     buffers: tuple[str, ...]  # one buffer that each call updates or that keeps all values, or two that alternate
     keeps: str = ""  # "taken": `buffers` has the operands of all calls, and the last result; "given": the results of all calls
-    is_copied: bool = True  # the first call reads a copy of `source`
+    is_copied: bool = True  # True if the first call reads a copy of `source`
 
 
 class RepeatLowering:
@@ -61,7 +61,7 @@ class RepeatLowering:
         for number in whole:
             memory = self.memories.get(used[number], "")
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
-            if any(not self.is_updated(function, at, number) for at in taken):  # the call would overwrite one of its operands
+            if any(not self.is_updated(function, at, number) for at in taken):  # The call would overwrite one of its operands.
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         with b.loop(depth) as index:
             at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
@@ -85,8 +85,6 @@ class RepeatLowering:
         """True if a function returns a result in the memory of an operand."""
         return bool(function.donated) and function.donated[result] == function.inputs[operand].name
 
-    # --- results of successive calls ---
-
     def whole(self, op: Op, name: str) -> str:
         """Buffer of the stacked results of all calls: the donated input if no later op reads it, or other memory."""
         memory = self.memories.get(name, "")
@@ -98,8 +96,6 @@ class RepeatLowering:
         ops = self.flow.fusion.ops
         later = ops[next(number for number, other in enumerate(ops) if other is op) + 1 :]
         return any(self.flow.viewed(operand) == name for other in later for operand in other.tensors)
-
-    # --- carried values ---
 
     def begin(self, op: Op, function: Fusion, source: str, pair: tuple[int, int], used: dict[int, str]) -> _Carried:
         b, type, results = self.b, self.b.types[source], len(function.outputs)
@@ -130,7 +126,7 @@ class RepeatLowering:
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """The buffer that call `index` reads, and the buffer that this call writes for the next call."""
+        """Buffer that call `index` reads, and buffer that it writes for the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
@@ -165,6 +161,6 @@ class RepeatLowering:
             self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
 
     def put(self, view: str, name: str) -> None:
-        """Maps a value to a view, or copies the view if the value already has memory."""
+        """Maps a value to a view. If the value already has memory, copies the view there."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))

@@ -20,10 +20,10 @@ class Reshards:
     def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.transfers = Transfers(b, flow, buffers)
-        self.lowerings: dict[str, Lowering] = {}  # lowering of each reshard of the current loop, by result
+        self.lowerings: dict[str, Lowering] = {}  # result of a reshard in the current loop -> its lowering
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of the reshards in a loop. Returns the first lowering, or None if the loop has no communication."""
+        """Creates the lowerings of the reshards in a loop. Returns the first one, or None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             algorithm = find_algorithm(ops[0].kind, ops[0].result.walked.algorithm or "")
@@ -34,7 +34,7 @@ class Reshards:
 
     def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
-            if (lowering := self.lowerings[op.result.name]).op == op:  # one step communicates for all ops of the lowering
+            if (lowering := self.lowerings[op.result.name]).op == op:  # One step communicates for all ops of the lowering.
                 lowering.step(steps)
         elif op.kind == "reduce":
             self.transfers.reduce(op, self.reduction(op))

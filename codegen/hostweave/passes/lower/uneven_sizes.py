@@ -1,4 +1,4 @@
-"""Finds sizes that need not be multiples of the number of ranks. The last ranks may then have smaller or empty blocks."""
+"""Sizes that need not be multiples of the number of ranks. The last ranks may then have smaller or empty blocks."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,17 +12,17 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# Ops that relate a dim to the outermost part of another dim, if both dims are split evenly.
+# These ops relate a dim to the outermost part of another dim if both dims are split evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
 Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and the reason
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of sizes that need not divide evenly among ranks, in order of appearance. Raises ProgramError if an int divides unevenly, and
-    an op does not support this."""
+    """Sizes that need not divide evenly among ranks, in order of appearance. Raises ProgramError if an int divides unevenly, and an op does
+    not support this."""
     sharded: dict[str, None] = {}
     even: set[str] = set()
-    for body in (*fusion.functions, fusion):  # a size has the same value in all bodies
+    for body in (*fusion.functions, fusion):  # A size has the same value in all bodies.
         types = body.types
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(name for dim in dims if dim.size.factor for name in dim.size.symbols)
@@ -46,7 +46,7 @@ def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Tr
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
-    if op.user_kernel and op.result.type.mesh:  # the types of the kernel name no mesh
+    if op.user_kernel and op.result.type.mesh:  # The types of the kernel name no mesh.
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
@@ -57,7 +57,7 @@ def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.result.transport:  # the compiler chose the transport for sizes that divide evenly
+    if op.result.transport:  # The compiler chose the transport for sizes that divide evenly.
         yield from ((dim, "the transport that the compiler chose") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
