@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
 
+import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
@@ -164,6 +166,37 @@ CHECKED = {
 def test_check(case: str) -> None:
     body, message = CHECKED[case]
     assert message in fault(body)
+
+
+def permutes(ranks: int, *directions: int) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", 4])
+    def permutes(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        results = [x]
+        for direction in directions:
+            results.append(hw.collective_permute(results[-1], "M", [(rank - direction) % ranks for rank in range(ranks)]))
+        return tuple(results[1:])
+
+    return permutes
+
+
+@pytest.mark.parametrize("transport", ["peer", "one_sided"])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_permutes_in_any_direction(ranks: int, transport: str) -> None:
+    """On more than two ranks, a permute in the other direction signals a peer twice without a wait for this peer in between."""
+    draw = random.Random(ranks)
+    for _ in range(2):
+        fusion = permutes(ranks, *draw.choices([1, -1, 2], k=3))
+        check(lower(fusion, Options(transport=transport, check=False)), fusion=fusion)
+
+
+def test_a_permute_that_begins_before_the_readers_of_the_last_one_are_done() -> None:
+    """Each rank signals the next one twice, and waits only then. In a CUDA graph, all ranks wait for each other."""
+    lines = str(lower(permutes(3, 1, -1), Options(transport="one_sided"))).splitlines()
+    wait = next(number for number, line in enumerate(lines) if "wait_signal" in line and "is read on" in line)
+    begin = [number for number, line in enumerate(lines) if " signal " in line and "is ready on" in line][1]
+    moved = [*lines[:wait], *lines[wait + 2 : begin + 1], *lines[wait : wait + 2], *lines[begin + 1 :]]  # with the deallocate
+    with pytest.raises(ProgramError, match="is sent again before rank . has waited for the previous signal"):
+        check(HostProgram.parse("\n".join(moved)))
 
 
 def test_memory_that_a_peer_reads_is_in_use() -> None:

@@ -57,7 +57,7 @@ def check(
 
     - The signals and waits of a rank are totally ordered.
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
-    - A rank sends a signal again only after the receiver has waited for the previous one.
+    - The program also ends if a signal waits until the receiver has waited for the previous signal with this number.
 
     CUDA graphs and the transport `peer` need the last two rules.
     """
