@@ -195,7 +195,7 @@ def test_a_permute_that_begins_before_the_readers_of_the_last_one_are_done() -> 
     wait = next(number for number, line in enumerate(lines) if "wait_signal" in line and "is read on" in line)
     begin = [number for number, line in enumerate(lines) if " signal " in line and "is ready on" in line][1]
     moved = [*lines[:wait], *lines[wait + 2 : begin + 1], *lines[wait : wait + 2], *lines[begin + 1 :]]  # with the deallocate
-    with pytest.raises(ProgramError, match="is sent again before rank . has waited for the previous signal"):
+    with pytest.raises(ProgramError, match=r"is sent again before rank . has waited for the previous signal"):
         check(HostProgram.parse("\n".join(moved)))
 
 
