@@ -38,6 +38,13 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
     assert f"\n## {hw.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.xdist_group("some group")
+def test_workers_know_the_groups_of_tests(request: pytest.FixtureRequest) -> None:
+    """Without groups, tests still pass, but each worker makes what the tests of a group share."""
+    is_worker = hasattr(request.config, "workerinput")
+    assert not is_worker or request.node.nodeid.endswith("@some group"), "the versions of pytest and pytest-xdist do not fit"
+
+
 @pytest.mark.extra("yaml")
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github").rglob("*.yml")))
 def test_github_reads_the_file(path: str) -> None:
