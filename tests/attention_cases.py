@@ -20,7 +20,6 @@ def grouped(ranks: int, t: DType) -> dict[str, Any]:
 
 
 def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """Causal attention of rows, keys and values in zigzag. All ranks have equally many rows."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys)
@@ -31,7 +30,7 @@ def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """The program of `in_zigzag` with gradients. The gradients of keys and values are also in zigzag."""
+    """`in_zigzag` with gradients. The gradients of keys and values are also in zigzag."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys, dy=rows)
@@ -44,7 +43,7 @@ def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def keys_in_a_loop(ranks: int, algorithm: str, t: DType, head: int = 8) -> hw.Fusion:
-    """Causal attention whose keys and values arrive in a stated chunk loop."""
+    """Causal attention in a chunk loop that the program states. The loop receives keys and values."""
     rows = t[2, "S@x", head]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=rows, k=rows, v=rows)
@@ -97,7 +96,7 @@ def by_torch(
 
 
 def refusal_of_gradients(inputs: str, outputs: str, gradients: str) -> str:
-    """Reason why the host IR refuses an attention_backward with these operands."""
+    """The error of a program with an attention_backward of these operands."""
     text = f"host @f({inputs}) -> ({outputs}) mesh(x=1) {{\n  attention_backward {gradients}\n}}\n"
     with pytest.raises(ProgramError) as error:
         verify_host(HostProgram.parse(text))

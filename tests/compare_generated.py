@@ -44,8 +44,8 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package and the programs of another checkout. The option -S omits the finder of an editable install. This
-    finder would import this checkout's package."""
+    """Runs this script with the package and the programs of another checkout. Option -S omits the finder of an editable install, because
+    the finder would import the package of this checkout."""
     path = os.pathsep.join([*(str(checkout / part) for part in ("codegen", "tests")), *sys.path])
     command = [sys.executable, "-S", "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
@@ -65,7 +65,7 @@ def emit(checkout: Path, folder: Path) -> None:
         for case, options in cases.items() if symbols else list(cases.items())[:2]:
             try:
                 texts = render(lower(program, options))
-            except ProgramError as error:  # a program may be refused
+            except ProgramError as error:  # A program may be refused.
                 texts = {"error.txt": str(error)}
             for path, text in texts.items():
                 file = folder / name / case / path
@@ -74,7 +74,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """Sources by path, such as `seeds/4/ag_matmul` for 4 ranks. Programs that are impossible for a number of ranks are omitted."""
+    """Sources by path, such as `seeds/4/ag_matmul` for 4 ranks. Omits programs that are impossible for a number of ranks."""
     import parts_of_transformers
     import random_fusions
 
@@ -102,7 +102,7 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
 
 
 def show(file: Path, theirs: Path, ours: Path) -> bool:
-    """Prints the diff of a file. Returns True if the file differs."""
+    """Prints the diff of a file. Returns True if the two versions differ."""
     before, after = (path.read_text().splitlines() if path.exists() else [] for path in (theirs, ours))
     lines = list(unified_diff(before, after, f"theirs/{file}", f"ours/{file}", n=0, lineterm=""))
     print("\n".join([*lines[:SHOWN], *([f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])]), end="\n" if lines else "")

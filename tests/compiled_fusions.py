@@ -1,4 +1,4 @@
-"""Compiles each program of the tests once per process, makes inputs, and compares the outputs of every rank with NumPy."""
+"""Compiles each program once per process, makes inputs, and compares the outputs of every rank with NumPy."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. By default a case runs with one of the transports,
-    which alternate from case to case. The other pairs are marked as slow."""
-    import pytest  # not at the top: rank_process.py imports this module in many processes, and importing pytest takes a third of the time
+    """Each case with transports peer and one_sided, whose programs have the same IR. By default, a case runs with one of the two
+    transports; the transport alternates from case to case. The other pairs are marked as slow."""
+    # The import is not at the top, because rank_process.py imports this module in many processes. Importing pytest takes a third of the
+    # time.
+    import pytest
 
     return [
         pytest.param(*case, transport, marks=[pytest.mark.slow] * ((number + at) % 2))
@@ -49,7 +51,7 @@ def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
-    """Program of this name, from the examples or from the files fusions_*.py of the tests."""
+    """Returns the program of this name, from the examples or from the files fusions_*.py."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
     found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
@@ -77,7 +79,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """NumPy's results. The last 8 are cached, because a test may run the same arrays in many schedules."""
+    """The last 8 results are cached, because a test may run the same arrays in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)
@@ -86,14 +88,14 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Returns a value for every named size: `times` multiplied by the smallest size that is a multiple of chunks and shards. Adds `more` to
-    sizes that may be uneven."""
+    """Returns a value for every named size: `times` times the smallest multiple of all chunks and shards. Adds `more` to sizes that may be
+    uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
-    """The same program with ints instead of symbolic sizes, except for sizes that count the tensors of a parameter group."""
+    """Replaces symbolic sizes by ints, except sizes that count the tensors of a parameter group."""
     given = {name: size for name, size in sizes.items() if name not in fusion.depths}
 
     def known(type: TensorType) -> TensorType:
@@ -110,19 +112,18 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of the standard normal distribution."""
     random = np.random.default_rng(seed)
     return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
 
 def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of -1, 0 and 1, whose sums are exact at the sizes of tests."""
+    """Inputs of -1, 0 and 1. Their sums are exact at the sizes of tests."""
     random = np.random.default_rng(seed)
     return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
-    """Compares every output of every rank with its block of NumPy's result, with the tolerance of the dtype unless `exact`.
+    """Compares every output of every rank with its block of NumPy's result. Allows the tolerance of the dtype, unless `exact`.
 
     The output must be None on ranks that are not in the mesh of the output.
     """
@@ -144,10 +145,10 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
 def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
-    """Compares the NumPy reference with `wanted`. Compares the results of the program with the reference: on parallel ranks, on ranks in a
-    seeded order, and in the interpreter.
+    """Compares the NumPy reference with `wanted`, and the results of the program with the reference. Runs the program on parallel ranks, on
+    ranks in a seeded order, and in the interpreter.
 
-    Also tests that the text of both IRs can be parsed to the same program, and that the program passes the check.
+    Also tests that the text of both IRs parses to the same program, and that the program passes the check.
     """
     program, host = compiled(fusion), lowered(fusion)
     assert HostProgram.parse(str(host)) == host
@@ -163,5 +164,5 @@ def expect_every_way(
 
 
 def unrolled_ir(program: hw.Program) -> str:
-    """Fusion IR with every repeat unrolled into separate calls."""
+    """Fusion IR in which separate calls replace every repeat."""
     return str(unrolled(hw.Fusion.parse(program.fusion_ir)))

@@ -1,7 +1,5 @@
-"""A command that compiles the C++ of tests faster than the plain compiler, with precompiled headers and little optimisation.
-
-Compiling a test program takes longer than running it.
-"""
+"""A command that compiles the C++ of tests faster than the plain compiler: with precompiled headers and little optimisation. Compiling a
+test program takes longer than running it."""
 
 from __future__ import annotations
 
@@ -15,16 +13,17 @@ from hostweave.build.cuda import gpus
 from hostweave.build.toolchain import ENQUEUING, INSTALLED, MODULE_FILE, Toolchain
 from hostweave.targets.target import find_target
 
-# Headers that programs and bindings include, and those of kernels. A C++ compiler compiles kernels only for the CPU target.
+# Headers of programs, bindings and kernels. A C++ compiler compiles kernels only for the CPU target.
 HEADERS = (
     *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
 )
 OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
-# Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
+# Disables the special functions of <cmath>. The template instances of these functions would be a third of each kernel file.
 STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"
-# CUDA's headers define hundreds of static functions. Without optimisation GCC compiles all of them in each file, which takes very long.
+# CUDA's headers define hundreds of static functions. Without optimisation, GCC compiles all of these functions in each file, which takes
+# very long.
 CUDA_STANDARD = """\
 #pragma GCC push_options
 #pragma GCC optimize("O1")
@@ -39,8 +38,8 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# Script that adds options to each kind of command. The script passes all other commands to the compiler unchanged. If the gold linker
-# is available, it halves the link time.
+# Script that adds options to each kind of command, and passes other commands to the compiler unchanged. The gold linker halves the link
+# time, so the script selects gold if possible.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
@@ -70,8 +69,7 @@ def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]
 
 
 def _linker(folder: Path, compiler: str) -> str:
-    """Option that selects the gold linker, if the compiler can use this linker. An installed gold may be unable to find the default
-    libraries."""
+    """Option that selects the gold linker if the compiler can use gold. An installed gold may be unable to find the default libraries."""
     source = folder / "linked.cpp"
     source.write_text("#include <string>\nstd::string text() { return {}; }\n")
     command = f"{compiler} -fuse-ld=gold -shared -fPIC {shlex.quote(str(source))} -o {shlex.quote(str(folder / 'linked.so'))}"
@@ -79,8 +77,8 @@ def _linker(folder: Path, compiler: str) -> str:
 
 
 def _libraries() -> str:
-    """Option that links a program without the standard libraries, to halve the link time. The loader finds the libraries' symbols, because
-    the program's runtime library needs them. Empty with GPUs, and if the compiler links the C++ library statically."""
+    """Option that links a program without the standard libraries, which halves the link time. The runtime library of the program needs the
+    standard libraries, so the loader finds their symbols. Empty with GPUs, and if the compiler links the C++ library statically."""
     runtime = next(path for path in INSTALLED if path.suffix == ".so")
     return "-nodefaultlibs" if not gpus() and b"libstdc++.so" in runtime.read_bytes() else ""
 
@@ -89,7 +87,7 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
     for (target, what), headers in HEADERS_OF.items():
         try:
             toolchain = find_target(target).toolchain()
-        except BuildError:  # no CUDA here
+        except BuildError:  # CUDA is not installed.
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
@@ -99,8 +97,8 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
 
 
 def _level(what: str, optimised: Collection[str]) -> list[str]:
-    """Options of files that are not optimised. Kernels, which may be part of a program's file, need -fwrapv. GCC omits unused functions of
-    CUDA_STANDARD only with -ftoplevel-reorder."""
+    """Options of files that are not optimised. A file may contain kernels, which need -fwrapv. GCC omits unused functions of CUDA_STANDARD
+    only with -ftoplevel-reorder."""
     return [] if what in optimised else ["-O0", "-ftoplevel-reorder", "-fwrapv"]
 
 

@@ -33,12 +33,12 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-GPU_TESTS = 6  # number of consecutive tests of a file that run on one worker, because they share programs
+GPU_TESTS = 6  # number of consecutive tests of a file that share programs, and therefore run on one worker
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
-# Long tests start first, so that the run does not end with one worker that runs a long test.
+# Long tests start first. Otherwise, one worker might still run a long test when all others are done.
 LONGEST = (
-    "test_processes.py",  # on CPUs one worker runs the whole file
+    "test_processes.py",  # Without GPUs, one worker runs the whole file.
     "test_interrupts.py",
     "test_export.py",
     "test_exported_library.py",
@@ -67,20 +67,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets a cache folder that all workers of this session share. The user's cache is not used.
+    """Sets a cache folder that all workers of this session share. The cache of the user is not used.
 
-    With GPUs, programs are compiled with the default flags. Without GPUs, programs are not optimised, except in tests that use
-    `optimised_kernels`. Tests that unset CXX also compile without precompiled headers.
+    With GPUs, programs are compiled with the default flags. Without GPUs, only tests with `optimised_kernels` optimise programs. Tests that
+    unset CXX also compile without precompiled headers.
     """
-    gc.disable()  # imports create no garbage, so collections would only take time
+    gc.disable()  # Imports create no garbage, so collections would only take time.
     is_worker = hasattr(config, "workerinput")
     if is_worker or not gpus():
-        make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
+        make.CORES = 1  # Other cores run other workers. This setting also merges all files of a runtime into one translation unit.
     if not gpus():
         nvrtc.OPTIONS += quick_options()
         # On one core, the kernel files of the runtime compile faster as a whole than in parts.
         pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
-        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
+        for library in ("OMP", "OPENBLAS"):  # Threads of torch and NumPy would spin on the cores of other workers.
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not is_worker:
         folder = TemporaryDirectory(prefix="hostweave-tests-")
@@ -99,36 +99,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def build_runtime() -> None:
-    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise one worker would build the runtime, and all others
+    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise, one worker would build the runtime, and all others
     would wait."""
-    with suppress(BuildError):  # a test that needs the runtime raises the error again
+    with suppress(BuildError):  # A test that needs the runtime raises the error again.
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):
             library.make()
 
 
 def with_kernels(target: str, compiler: Path, *given: tuple[Path, ...]) -> Toolchain:
-    """Toolchain in which the quick compiler compiles kernels with the rest of a program, because starting it again would take longer."""
+    """Toolchain in which the quick compiler compiles kernels with the rest of a program. A second start of the compiler would take
+    longer."""
     is_quick = compiler == Path(os.environ[OPTIMISING]).with_name("c++")
     return Toolchain(target, compiler, *given, together=(*ONLY_ENQUEUE, *((KERNELS,) if is_quick else ())))
 
 
 @pytest.fixture
 def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles kernels with the default flags, for tests of their results."""
+    """Compiles kernels with the default flags, for tests of the results of kernels."""
     monkeypatch.setenv("CXX", os.environ[OPTIMISING])
 
 
 @pytest.fixture
 def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. This halves the time if a program has many
+    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. This halves the time of a program with many
     kernels."""
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers. With GPUs, this is three quarters of the number of cores. Without GPUs, this is the number of cores plus 1, but at
-    most WORKERS. The additional worker uses the time in which tests wait for processes, time-outs and locks."""
+    """Number of workers. With GPUs, three quarters of the number of cores. Without GPUs, the number of cores plus 1, but at most WORKERS.
+    The additional worker runs while tests wait for processes, time-outs and locks."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 
@@ -148,9 +149,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling |
 
 
 def pytest_collection_finish() -> None:
-    """Freezes all existing objects, because garbage collections that visit these objects would take longer than most tests."""
+    """Freezes all existing objects. Garbage collections that visit these objects would take longer than most tests."""
     gc.freeze()
-    gc.set_threshold(400_000)  # tests create few reference cycles
+    gc.set_threshold(400_000)  # Tests create few reference cycles.
     gc.enable()
 
 
@@ -172,8 +173,8 @@ def names_extras(module: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignores tests/gpu if there is no GPU. With `-m extra`, also ignores modules whose text marks no test as `extra`. Tracing the programs
-    of these modules would take each worker seconds."""
+    """Ignores tests/gpu if there is no GPU. With `-m extra`, also ignores modules without a test marked `extra`, because each worker would
+    trace their programs for seconds."""
     if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
         return True
     is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
@@ -182,14 +183,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @cache
 def imports_or_skips(module: Path) -> bool:
-    """True if a test module uses importorskip, so that all of its tests need extras."""
+    """True if a test module uses importorskip. Then all of its tests need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests in an environment with the
-    extras, and all other tests in an environment without extras. GPU tests take turns with tests that must run alone."""
+    extras, and all other tests in an environment without extras. A lock separates GPU tests from tests that must run alone."""
     with pytest.MonkeyPatch.context() as patch, with_others() if item.get_closest_marker("gpu") else nullcontext():
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))
@@ -198,8 +199,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Starts the longest tests first, groups the GPU tests of a file, and skips tests whose extra is missing. Deselects GPU tests if there
-    is no GPU, and slow tests by default."""
+    """Sorts the longest tests first, groups the GPU tests of a file, and skips tests with a missing extra. Deselects GPU tests if there is
+    no GPU, and slow tests by default."""
     counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:

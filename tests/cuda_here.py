@@ -13,7 +13,7 @@ from hostweave.targets.target import find_target
 
 
 def nccl() -> int:
-    """Version of the NCCL that programs are linked to, such as 22900, or 0 if NCCL is not installed."""
+    """Version of the linked NCCL, such as 22900, or 0 if NCCL is not installed."""
     part = next((part for part in find_cuda().libraries if "nccl" in part.name), None)
     version = ctypes.c_int()
     if part is None or part.path is None or ctypes.CDLL(str(part.path)).ncclGetVersion(ctypes.byref(version)) != 0:
@@ -22,8 +22,8 @@ def nccl() -> int:
 
 
 def quick_options() -> tuple[str, ...]:
-    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, NVRTC takes almost
-    as long as with optimisations."""
+    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, this saves almost
+    no time."""
     try:
         compiler = find_target("cuda").toolchain().kernel_compiler
     except BuildError:
@@ -35,10 +35,8 @@ def quick_options() -> tuple[str, ...]:
 
 
 def compiles() -> bool:
-    """True if CUDA's headers and libraries are installed.
-
-    Also true if HOSTWEAVE_REQUIRE_CUDA is set, so that in CI tests fail if CUDA is missing.
-    """
+    """True if CUDA's headers and libraries are installed. Also true if HOSTWEAVE_REQUIRE_CUDA is set, so that tests in CI fail if CUDA is
+    missing."""
     try:
         find_target("cuda").toolchain()
     except BuildError:

@@ -1,4 +1,4 @@
-"""Starts Python processes as forks of a server that has imported the package. Imports would take most of the time of short processes."""
+"""Starts Python processes as forks of a server that has imported the package. In short processes, imports take most of the time."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def run(args: list[str], timeout: float, **options: Any) -> subprocess.Completed
 def _server() -> socket.socket:
     """Starts the server, which ends when this process closes the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    atexit.register(ours.close)  # otherwise Python warns at the exit
+    atexit.register(ours.close)  # Otherwise, Python warns at exit.
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}  # NumPy starts no threads, so forks are safe
+    environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}  # NumPy starts no threads, so forks are safe.
     with theirs:
         theirs.set_inheritable(True)
         os.posix_spawn(sys.executable, [sys.executable, __file__, str(theirs.fileno())], environment, setsid=True)
@@ -117,5 +117,5 @@ if __name__ == "__main__":
     for module in _USED:
         import_module(module)
     import_module("rank_process").program_of("matmul_rs_flat", 2, "cpu")[1].source  # noqa: B018  # prepares compilation
-    gc.freeze()  # so that garbage collections do not copy the server's memory in each fork
+    gc.freeze()  # Otherwise, garbage collections would copy the server's memory in each fork.
     _become(**_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,5 +1,5 @@
-"""Properties of each random fusion that is not refused: it can be lowered and passes the check, and the interpreter gives NumPy's
-results."""
+"""Properties of each random fusion. Hostweave refuses the fusion, or lowers it to a program that passes the check. The interpreter then
+gives NumPy's results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hostweave.types.tensor import block_of, holds
 
 
 def without_kernels(fusion: Fusion) -> Fusion:
-    """The same program with built-in ops instead of user kernels, for NumPy."""
+    """Replaces user kernels by built-in ops, for NumPy."""
 
     def of_body(body: Fusion) -> Fusion:
         read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
@@ -45,10 +45,10 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Compares the results of the program with NumPy's. User kernels go through all passes and checks; the interpreter executes
-    built-in ops in their place.
+    """Compares the results of the program with those of NumPy. User kernels pass all passes and checks, but the interpreter executes
+    built-in ops instead.
 
-    A program that is impossible at the generator's sizes, such as `M/2` for M = 7, is compared at other sizes.
+    A program may be impossible at the sizes of the generator, such as `M/2` for M = 7. Such a program is compared at other sizes.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
@@ -57,7 +57,7 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
         host = checked(plain, options)
     if not host:
         return False
-    others = [sizes for sizes in sizes_to_check(host) if max(sizes.values(), default=0) <= 4096]  # larger arrays may not fit in memory
+    others = [sizes for sizes in sizes_to_check(host) if max(sizes.values(), default=0) <= 4096]  # Larger arrays may not fit in memory.
     for sizes in (generator.sizes, *(others[(seed + i) % len(others)] for i in range(len(others)))):
         generator.sizes |= sizes
         if computes_at(generator, host, plain, options, seed):
@@ -66,15 +66,15 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
 
 
 def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
-    """Returns True if the program is possible at the generator's sizes. Fails if the program's results are wrong."""
+    """Returns True if the program is possible at the sizes of the generator. Fails if the results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # calls with uneven sizes run this variant
+        try:  # Calls with uneven sizes run this variant.
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
             if re.search(r"zigzag|is not an int|expected a size, found '-'|indices go from 0 to -1", str(error)):
-                return False  # the fusion is impossible at these sizes
+                return False  # The fusion is impossible at these sizes.
             raise
         if made is None:
             return False
@@ -82,33 +82,34 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     try:
         ranks = interpret(host, arrays)
     except (ArgumentError, ProgramError):
-        return False  # the program does not support these uneven sizes
+        return False  # The program does not support these uneven sizes.
     compare(host, plain, arrays, ranks, f"seed {seed}, {generator.sizes}\n{host}")
     return True
 
 
 def checked(fusion: Fusion, options: Options) -> HostProgram | None:
-    """Lowers the fusion and runs the static check. Returns None if the fusion is refused."""
+    """Lowers the fusion and runs the check. Returns None if the fusion is refused."""
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, options)
     except ProgramError as error:
-        if str(error).endswith("split it"):  # a pass made a kernel that must be split
+        if str(error).endswith("split it"):  # A pass made a kernel that must be split.
             raise
-        return None  # an impossible loop
+        return None  # The loop is impossible.
     assert HostProgram.parse(str(host)) == host
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that divide without a remainder" in str(error):  # such sizes do not exist, for example if N and N - 1 must be even
+        # Such sizes do not exist, for example if N and N - 1 must be even.
+        if "choose sizes that divide without a remainder" in str(error):
             return None
         raise
     return host
 
 
 def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Tests that every rank has its block of NumPy's results, and has no values that are only on other ranks. NumPy runs the fusion
-    without user kernels."""
+    """Tests that every rank has its block of NumPy's results, and no values that are only on other ranks. NumPy runs the fusion without
+    user kernels."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
     for parameter, want in zip(host.results, wanted, strict=True):
@@ -121,10 +122,10 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
 
 
 def parts(count: int, many: int) -> list[Any]:
-    """Seeds in parts, which are distributed over workers: a few parts by default, many more with -m slow."""
+    """Divides the seeds into parts for the workers: a few parts by default, many more with -m slow."""
     some = [range(count)[i::4] for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 
 
-# Warnings that a `.stream` has no overlap do not affect the results.
+# A warning that a `.stream` has no overlap does not affect the results.
 IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")

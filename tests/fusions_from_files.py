@@ -16,7 +16,7 @@ MORE, ONE_SIDED, EXCHANGES, FEATURES = (Path(__file__).with_name(f"fusions_{name
 
 @cache
 def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions of a file by name, with other values for the constants D, S and dtype of the file."""
+    """Fusions of a file by name. Replaces the constants D, S and dtype of the file."""
     constants = {"D": ranks, "dtype": dtype} | ({"S": chunks} if chunks else {})
     programs = programs_in(load_file(EXAMPLES / file, constants))
     return {name: program for name, program in programs.items() if isinstance(program, Fusion)}
@@ -37,12 +37,10 @@ def one_sided_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
 
 
 def exchange_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions with each kind of communication outside chunk loops."""
     return fusions(str(EXCHANGES), ranks, None, dtype)
 
 
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions for features that the examples do not use."""
     return fusions(str(MORE), ranks, None, dtype)
 
 

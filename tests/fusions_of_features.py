@@ -42,7 +42,6 @@ def scaled(x, w, t):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "K@x"], seed=hw.u32[()])
 def random_numbers(x, y, seed):
-    """Random numbers, which do not depend on shardings."""
     return hw.dropout(x, 0.25, seed, draw=1) + hw.astype(hw.uniform(x, seed, draw=2), dtype), hw.dropout(y, 0.5, seed, draw=3)
 
 
@@ -71,5 +70,5 @@ def repeated(x, **given):
 
 @hw.fusion(mesh=mesh, x=dtype["T", 4], w=dtype[f"{2 * D}@x", 4, 6], ends=hw.i32[2 * D])
 def grouped(x, w, ends):
-    """Groups of rows, whose bounds are an input. Each group is multiplied by a separate matrix, which one rank has."""
+    """Groups of rows; an input gives the bounds. Each group is multiplied by a separate matrix, which only one rank has."""
     return hw.grouped_matmul(x, w, ends)

@@ -9,12 +9,12 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # x is put, because an input is not in a window
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # x is put, because an input is not in a window.
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_pull(x, w):
-    h = hw.relu(x).named("h")  # peers read h in place
+    h = hw.relu(x).named("h")  # Peers read h in place.
     return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
 
 
@@ -31,17 +31,17 @@ def mlp_put(x, w_in, w_out):
 
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
 def columns_put(x, w, v):
-    y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # the columns are not contiguous
-    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # after the clip, sums are exact in bf16
+    y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # The columns are not contiguous.
+    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # After the clip, sums are exact in bf16.
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])
 def residual_put(x, h, w):
-    """A reduce-scatter whose sum, residual and row reduction are one kernel."""
+    """One kernel computes the sum of a reduce-scatter, the residual and the row reduction."""
     y = hw.clip(x + hw.reshard(hw.matmul(h, w), "M@x", "E").stream("M", chunks=2 * D, algorithm="put"), -64, 64)
     return y - hw.max(y, axis=1, keepdims=True)
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_pieces_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # two chunks per shard, so two puts to each peer
+    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # There are two chunks per shard, so each peer gets two puts.

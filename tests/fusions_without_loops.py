@@ -9,16 +9,16 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], y=dtype["M", "K@x"], w=dtype[16 * D, 16 * D], v=dtype["K@x", 16 * D])
 def exchanges(x, y, w, v):
-    gathered = hw.reshard(hw.relu(x), "M", "K")  # gathers a computed value, which is in a window
-    columns = hw.reshard(y, "M", "K")  # gathers an input along its inner dim
-    turned = hw.reshard(x, "M", "K@x")  # all_to_all
-    scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # a reduce_scatter along the inner dim
-    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # one all_reduce over all axes
+    gathered = hw.reshard(hw.relu(x), "M", "K")  # This gathers a computed value, which is in a window.
+    columns = hw.reshard(y, "M", "K")  # This gathers an input along its inner dim.
+    turned = hw.reshard(x, "M", "K@x")  # This is an all_to_all.
+    scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # This is a reduce_scatter along the inner dim.
+    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # This is one all_reduce over all axes.
     largest = hw.max(x, axis=0)
     return gathered, columns, turned, scattered, summed, largest
 
 
-rows, columns = 3 * D - 1, 2 * D - 1  # uneven sizes: the last rank has fewer rows, and some ranks may have none
+rows, columns = 3 * D - 1, 2 * D - 1  # Sizes are uneven: the last rank has fewer rows, and some ranks may have none.
 
 
 @hw.fusion(mesh=mesh, x=dtype[f"{rows}@x", "K"], y=dtype[columns, "K@x"], v=dtype["K@x", columns], z=hw.i32[f"{rows}@x", f"{columns}"])
@@ -32,16 +32,17 @@ def uneven(x, y, v, z):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "N"], k=hw.f32[64 * D, "L@x"], v=hw.f32["L@x", 64 * D], b=hw.i32["M@x"])
 def permutes(x, k, v, b):
-    shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # a rank without a source gets zeros
+    shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # A rank without a source gets zeros.
     around = hw.collective_permute(hw.relu(x), "M", [(rank + 1) % D for rank in range(D)])
     swapped = hw.collective_permute(x, "M", [rank ^ 1 if rank ^ 1 < D else rank for rank in range(D)])
-    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)  # a sum reduced in two steps, and an xor of gathered terms
+    # One sum is reduced in two steps. The terms of the xor are gathered.
+    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)
 
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def two_axes(x, w):
-    y = hw.reshard(hw.matmul(x, w), "M@dp", "N@tp")  # process groups along tp
-    return hw.reshard(y, "M", "N"), hw.sum(y, axis=(0, 1))  # all-reduces along dp, and along both axes
+    y = hw.reshard(hw.matmul(x, w), "M@dp", "N@tp")  # The process groups are along tp.
+    return hw.reshard(y, "M", "N"), hw.sum(y, axis=(0, 1))  # The all-reduces are along dp, and along both axes.
 
 
 @hw.block(x=dtype["M@x", "E"], w_in=dtype["E", "F@x"], w_out=dtype["F@x", "E"])
@@ -52,7 +53,7 @@ def sequence_parallel(x, w_in, w_out):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], w_in=dtype["E", "F@x"], w_out=dtype["F@x", "E"])
 def two_layers(x, w_in, w_out):
-    return sequence_parallel(sequence_parallel(x, w_in, w_out), w_in, w_out)  # one function, called twice
+    return sequence_parallel(sequence_parallel(x, w_in, w_out), w_in, w_out)  # The function is called twice.
 
 
 half, rest = mesh.ranks(range((D + 1) // 2)), mesh.ranks(range((D + 1) // 2, D)) if D > 1 else mesh.ranks([0])
@@ -62,7 +63,7 @@ both = mesh.ranks([0, 1]) if D > 1 else mesh.ranks([0])
 @hw.fusion(mesh=mesh, x=dtype["M", "K"].on(half), w=dtype["K", "N@x"].on(half), v=dtype["N", "K@x"].on(rest))
 def stages(x, w, v):
     y = x
-    for _ in range(2):  # moves to the other mesh and back
+    for _ in range(2):  # The tensor moves to the other mesh and back.
         h = hw.clip(hw.matmul(y, w), -1, 1)
         there = hw.reshard(h, "M", "N@x", mesh=rest)
         z = hw.reshard(hw.matmul(hw.reshard(there, "M", "N"), v), "M", "K")

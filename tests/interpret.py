@@ -1,7 +1,7 @@
-"""NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
+"""NumPy interpreter of host programs. All ranks run in one thread, each in program order, without streams and events.
 
-The interpreter defines the expected results of generated code, so it is as simple as possible. For each instruction, and for each op of
-a kernel, floats of less than 32 bits are widened to f32. The result is rounded once. Memory of floats that was not written is NaN.
+The interpreter defines the expected results of generated code, so it is as simple as possible. Each instruction, and each op of a kernel,
+widens floats of less than 32 bits to f32, and rounds its result once. Floats in memory that was not written are NaN.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 
 
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
-    """Runs `program` on all ranks and returns each rank's outputs by name.
+    """Runs `program` on all ranks. Returns the outputs of each rank by name.
 
-    An input is a global array, or a list of local arrays, with None for ranks that do not have the input. Outputs are local, and a rank has
-    only the outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError if communications do not
-    match, or if all remaining ranks wait for each other. Also raises ExecutionError for user kernels.
+    An input is a global array, or a list of local arrays, with None for ranks without the input. Outputs are local. A rank has only the
+    outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError for user kernels, if communications
+    do not match, and if all remaining ranks wait for each other.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}
@@ -83,7 +83,8 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-Turns = Generator[Operation, None, None]  # execution of a rank, which yields a communication while this communication waits for other ranks
+# Execution of a rank. A rank yields a communication while this communication waits for other ranks.
+Turns = Generator[Operation, None, None]
 
 
 def _take_turns(ranks: list[Turns]) -> None:
@@ -104,8 +105,8 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State shared by the ranks. `posted` has an entry for each communication that a rank has reached: the data that it sends, or None if
-    it sends none."""
+    """State that ranks share. `posted` has an entry for each communication that a rank has reached: the data that the rank sends, or
+    None."""
 
     instances: Instances
     met: dict[Operation, MatchedCommunications]
@@ -118,7 +119,7 @@ class _Rank:
         self.world, self.rank = world, rank
         self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
-        # With all bits set, a float of every dtype is NaN.
+        # A float of any dtype is NaN if all its bits are set.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
         world.memories.append(self.bytes)
         for name, array in inputs.items():
@@ -130,7 +131,7 @@ class _Rank:
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
 
     def result(self, p: ir.Parameter) -> Array:
-        """Copy of an output. In donated memory, the dims of the output may be in a different order than those of the input."""
+        """Copies an output. In donated memory, the output may have the dims of the input in another order."""
         shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
         return self.whole(p.memory or p.name).reshape(shape).copy()
 
@@ -168,12 +169,12 @@ class _Rank:
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
-        """Operations of other ranks whose signals must have arrived before `operation`."""
+        """Operations of other ranks that must send their signals before `operation` runs."""
         meeting = self.world.met.get(operation)
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies the source of `operation`, if any, to the destination, which may be on another rank. Then sends the signal."""
+        """Copies the source of `operation`, if any, to the destination. The destination may be on another rank. Then sends the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):

@@ -1,4 +1,4 @@
-"""Host programs of the examples for any number of ranks, their golden texts, and an evaluator of expressions."""
+"""Host programs of the examples for any number of ranks, golden texts of these programs, and an evaluator of expressions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAMES = tuple(sorted(_fusions(4)))
 
 
 def golden(name: str, stage: str) -> str:
-    """Golden text of a program for 4 ranks after a pass. A pass that changes nothing has no file. The text is then the text
-    after the previous pass."""
+    """Golden text of a program for 4 ranks after a pass. A pass that changes nothing has no file; the text is then the text after the
+    previous pass."""
     until = STAGES[: STAGES.index(stage) + 1]
     return next(path for before in reversed(until) if (path := GOLDEN / name / f"{before}.hw").is_file()).read_text()
 

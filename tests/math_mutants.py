@@ -269,13 +269,13 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Expected]:
-        """Expected results of the comparison in f64: those of `at`, and those of 5 seeds at larger sizes."""
+        """Expected results of the comparison in f64: the results of `at`, and results of 5 seeds at larger sizes."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on the mutant that `made` returns. The verdict is REFUSED if the verifier or the proof of order rejects the
-        mutant. It is also REFUSED if the mutant cannot be made or executed."""
+        """Returns the verdict on the mutant that `made` returns. Returns REFUSED if the verifier or the proof of order rejects the mutant,
+        or if the mutant cannot be made or executed."""
         try:
             mutant = made()
             verify_host(mutant)

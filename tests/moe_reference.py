@@ -1,4 +1,4 @@
-"""Reference of examples/moe.py: a mixture of experts on one device, token by token, and inputs with several kinds of routing."""
+"""Reference of examples/moe.py: a mixture of experts on one device, token by token. Also inputs with several kinds of routing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def arrays(routing: str, ranks: int) -> dict[str, Array]:
     own = experts // ranks
     bias = np.zeros(experts, np.float32)
     if routing == "one expert":
-        bias[[experts - 1, 0]] = 20, 10  # all tokens choose the same two experts
+        bias[[experts - 1, 0]] = 20, 10  # All tokens choose the same two experts.
     elif routing == "one rank":
         bias[: max(own, TOP)] = 10
     elif routing == "the last rank gets none":

@@ -22,8 +22,6 @@ SEEDS = fusions("seeds.py")
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts runs of three analyses during compilation and emission: def-use, live ranges, and the operations of all ranks, which the check
-    and a pass use."""
     found: dict[str, list[object]] = defaultdict(list)
 
     def counted(module: ModuleType, function: str) -> None:

@@ -28,7 +28,7 @@ def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
         while True:
             try:
                 part = os.read(terminal, 4096)
-            except OSError:  # Linux reports that the other end of the terminal is closed
+            except OSError:  # Linux raises OSError after the other end of the terminal is closed.
                 break
             if not part:
                 break
@@ -47,10 +47,10 @@ def test_compiling_shows_its_steps_on_a_terminal(tmp_path: Path) -> None:
     assert steps
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
     assert all(done <= count for done, count in steps)
-    assert steps[-1][0] == steps[-1][1]  # the last step is linking
-    assert shown.endswith("\r\x1b[K")  # the line is cleared
+    assert steps[-1][0] == steps[-1][1]  # The last step is linking.
+    assert shown.endswith("\r\x1b[K")  # The line is cleared.
     assert "hostweave:" not in out
-    assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # second run: all programs are in the cache
+    assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # In the second run, all programs are in the cache.
 
 
 def test_nothing_is_shown_where_stderr_is_piped(tmp_path: Path) -> None:

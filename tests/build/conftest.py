@@ -9,7 +9,7 @@ from hostweave.build.toolchain import Toolchain
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles the kernels of a program as a separate file, as users do. Other tests compile them with the rest of the program."""
+    """Compiles kernels as a separate file, as users do. Other tests compile kernels with the rest of the program."""
     monkeypatch.setattr("hostweave.targets.cpu.Toolchain", Toolchain)
 
 

@@ -45,7 +45,7 @@ X = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 @pytest.fixture
 def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Cache that contains only the session's CUDA runtime library, which takes 20 core-seconds to compile."""
+    """A cache that contains only the CUDA runtime library. Compiling this library takes 20 core-seconds."""
     target, folder = find_target("cuda"), tmp_path / "cache"
     (library,) = target.runtime_libraries(target.toolchain(), frozenset())
     library.make()
@@ -78,8 +78,8 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module uses the library that was checked, even if another file replaces the library while the module is loaded. Loading the
-    replaced file is an error."""
+    """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the replaced file is
+    an error."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -94,7 +94,8 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
     own = find_target("cpu").runtime_libraries(here, frozenset())
     folder = build("asking", "", here, lambda _: (*own, library), sources)
-    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # the module has no rpath by which the loader could find a library
+    # The module has no rpath, so the loader cannot find a library by itself.
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()
     planted, kept = tmp_path / "planted", tmp_path / "kept.so"
     planted.mkdir()
     make_library(planted, value=2)
@@ -152,9 +153,12 @@ def test_a_cache_entry_has_sources_log_and_module(empty_cache: Path) -> None:
     assert program.module.name == "doubled"
 
 
-def test_the_key_depends_on_the_compiler_and_on_the_generated_code(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_the_compiler_and_on_the_generated_code(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = hw.compile(doubled).folder
-    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # these options do not change the generated files
+    # These options do not change the generated files.
+    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
     compiler.chmod(0o755)
@@ -296,7 +300,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """If a constant changes, only a kernel is compiled again. If the name of a value changes, the host program is compiled too."""
+    """After a change of a constant, only a kernel is compiled again. After a change of a name, the host program is compiled too."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:
@@ -325,7 +329,7 @@ def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_only_changed_kernels_are_compiled_again() -> None:
-    """Each generated kernel is compiled separately, so moving a kernel within the file has no effect. User kernels are compiled
+    """Each generated kernel is compiled separately. So a kernel that moves within the file is not compiled again. User kernels are compiled
     together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
@@ -352,7 +356,7 @@ def test_only_changed_kernels_are_compiled_again() -> None:
 
 
 def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources are merged into at most one translation unit per core, of about equal sizes."""
+    """There is at most one translation unit per core. The units have about equal sizes."""
     sources = [tmp_path / f"{size}.cpp" for size in (1, 2, 3, 4, 5)]
     for source in sources:
         source.write_text("\n" * int(source.stem))
@@ -381,7 +385,7 @@ def test_a_truncated_file_is_built_again(cut: str, empty_cache: Path) -> None:
     whole = path.stat().st_size
     os.truncate(path, 100)
     if folder not in path.parents:
-        shutil.rmtree(folder)  # so that the module is linked again
+        shutil.rmtree(folder)  # Without this folder, the module is linked again.
     assert hw.compile(doubled).folder == folder
     assert path.stat().st_size == whole
     np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
@@ -399,7 +403,7 @@ def test_a_build_evicts_the_least_recently_used_entries(empty_cache: Path, monke
     old = hw.compile(doubled).folder
     os.utime(old / "SHA256SUMS", (0, 0))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
-    os.utime(empty_cache / "evicted", (0, 0))  # otherwise no build would evict for 10 minutes
+    os.utime(empty_cache / "evicted", (0, 0))  # Otherwise, no build would evict for 10 minutes.
     new = hw.compile(product).folder
     assert new.exists()
     assert not old.exists()
@@ -474,7 +478,7 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
     """The path of a cubin may contain any characters. A kernel has a constant bank in its cubin, and becomes a C++ object. A function that
-    kernels call has no constant bank and becomes no object, because two cubins may contain the same function."""
+    kernels call has no constant bank, and becomes no object. So two cubins may contain the same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

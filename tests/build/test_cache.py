@@ -1,4 +1,4 @@
-"""The cache: an entry is created atomically and only once despite races. Failed builds are kept. Code of other users is never loaded."""
+"""The cache. An entry is created atomically and only once, despite races. Failed builds are kept. Code of other users is never loaded."""
 
 import errno
 import os
@@ -106,7 +106,7 @@ def installed(folder: Path) -> dict[str, str]:
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
-    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # the package finds the BLAS library relative to its folder
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # The package finds the BLAS library relative to its folder.
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
@@ -141,8 +141,8 @@ def test_an_edited_op_runs_in_its_new_form(tmp_path: Path) -> None:
 
 
 def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timestamps of file systems have a resolution of some milliseconds, so an edit may have the timestamp of the import. Each stamp of
-    such a file is different, so that no cached program is reused."""
+    """File systems have timestamps with a resolution of some milliseconds. So an edited file may have the timestamp of the import. Each
+    stamp of such a file is different, so no cached program is reused."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns
@@ -153,8 +153,8 @@ def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, m
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files seem to be from the future if the clock was set back, or if another machine with another clock installed them. Such files are
-    not treated as just edited."""
+    """A file has a future timestamp if the clock was set back, or if another machine installed the file. Such a file does not count as just
+    edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -175,14 +175,14 @@ def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypa
     folders = [tmp_path / name for name in ("package", "templates", "runtime_cpp")]
     for folder, origin in zip(folders, (PACKAGE, TEMPLATES, RUNTIME), strict=True):
         shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("hostweave.base.imported_at", time.time_ns() + 10**12)  # all files are older
+    monkeypatch.setattr("hostweave.base.imported_at", time.time_ns() + 10**12)  # All files are older.
     assert cache.stamp_of.__wrapped__(folders[0]) == cache.stamp_of.__wrapped__(folders[0])
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 250
     stamps = set()
     for path in files:
         status = path.stat()
-        path.write_bytes(path.read_bytes()[::-1])  # same size and time
+        path.write_bytes(path.read_bytes()[::-1])  # The new contents have the same size and time.
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         stamps.add(tuple(map(cache.stamp_of.__wrapped__, folders)))
     assert len(stamps) == len(files)
@@ -220,7 +220,7 @@ def test_a_damaged_entry_is_made_again(name: str, harm: str, tmp_path: Path) -> 
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Changes the owner of a file or folder to another user, or simulates the change. Returns the user's id."""
+    """Changes the owner of a file or folder to another user, or simulates this. Returns the id of the user."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
         return 12345
@@ -325,20 +325,21 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
         cache.get_or_make(name, make_text("x" * 100))
     with pytest.raises(BuildError):
         cache.get_or_make("e", lambda folder: (_ for _ in ()).throw(BuildError("fails")))
-    (cache.root() / ".f.0123").mkdir()  # left by a killed build
+    (cache.root() / ".f.0123").mkdir()  # A killed build leaves such a folder.
     (cache.root() / ".f.0123" / "SHA256SUMS").touch()
     for name, ago in {**hours, ".f.0123": 6, "failed/e": 6}.items():
         os.utime(cache.root() / name / "SHA256SUMS", (time.time() - ago * 3600,) * 2)
-    cache.lookup("a")  # marks the entry as used
+    cache.lookup("a")  # This call marks the entry as used.
 
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0.2kB")
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0")
-    cache.evict(period=60)  # evicts nothing, because the last eviction was less than 60 seconds ago
+    cache.evict(period=60)  # This call evicts nothing, because the last eviction was less than 60 seconds ago.
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
-    assert {entry.path.name for entry in cache.entries()} == {"a"}  # used within the last hour, so another build may be about to link it
+    # The entry was used within the last hour, so another build may be about to link it.
+    assert {entry.path.name for entry in cache.entries()} == {"a"}
 
 
 @pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])
@@ -350,9 +351,7 @@ def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["much", "-1", "1 EB", "1e9", "٣"])
 def test_an_invalid_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
-    with pytest.raises(
-        BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)} is not a size; write a size such as 500 MB or 10 GB$"
-    ):
+    with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)} is not a size; write a size such as 500 MB or 10 GB$"):
         cache.limit()
 
 
@@ -365,7 +364,7 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
             match=rf"can be replaced by other users, .*: {tmp_path} belongs to uid \d+ with mode 777; change the mode to 755, or set HOSTWEAVE_CACHE",
         ):
             use()
-    tmp_path.chmod(0o1777)  # a sticky folder
+    tmp_path.chmod(0o1777)  # This makes the folder sticky.
     assert cache.lookup("a")
     tmp_path.chmod(0o700)
 
@@ -396,7 +395,6 @@ def test_links_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_checked_file_is_loaded(tmp_path: Path) -> None:
-    """A file that replaces the module after the check is not loaded."""
     library = cache.get_or_make("a", make_text("ours")) / "text"
     seen = set()
     for _ in range(5):

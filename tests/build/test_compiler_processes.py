@@ -1,4 +1,4 @@
-"""Compilers as child processes: they may hang or start servers, and must end when their parent process ends."""
+"""Compilers as child processes. They may hang or start servers, and must end when their parent process ends."""
 
 import os
 import re
@@ -87,7 +87,7 @@ def test_doctor_does_not_wait_for_a_compiler_that_hangs(empty_cache: Path, tmp_p
 
 
 def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
-    """The compiler starts a server that keeps the output pipe open, as compiler caches do."""
+    """The server keeps the output pipe open, like the servers of compiler caches."""
     leaves = "sleep 60 & echo $! > server; echo said; exit 3"
     begin = time.monotonic()
     assert run(["/bin/sh", "-c", leaves], tmp_path) == (3, "said\n")

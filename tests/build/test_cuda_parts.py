@@ -50,7 +50,7 @@ TOOLKIT13 = {
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Simulates a machine without a CUDA toolkit. Returns the folder of wheels, which is empty."""
+    """Simulates a machine without a CUDA toolkit. Returns the empty folder of wheels."""
     monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
     monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
     monkeypatch.setenv("PATH", "")
@@ -80,7 +80,7 @@ def test_all_cuda_wheels_have_one_version(wheels: Path, tmp_path: Path, toolkit:
 
 @pytest.mark.parametrize(("extra", "layout"), [("cuda12", CUDA12), ("cuda13", CUDA13)])
 def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layout: dict[str, str]) -> None:
-    """The extra installs exactly the packages of the parts that find_cuda names on a machine that has only the runtime's header."""
+    """On a machine that has only the header of the runtime, find_cuda names exactly the packages of the extra."""
     header = next(path for path in layout if path.endswith("cuda_runtime_api.h"))
     write_files(wheels, {header: layout[header]})
     found = cuda.find_cuda()

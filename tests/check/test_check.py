@@ -312,7 +312,7 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# The message that rank 1 sends back orders stream ring[1] of rank 0 after the send on ring[0].
+# Rank 1 sends a message back. This message orders stream ring[1] of rank 0 after the send on ring[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]
@@ -376,8 +376,7 @@ FINE = {
 
 
 def test_memory_freed_on_a_stream_stays_with_the_stream_until_the_join() -> None:
-    """Memory that is freed on a stream becomes available to other streams only at the join. A concurrent loop need not wait for that
-    stream."""
+    """Other streams can reuse the memory only after the join. So a concurrent loop need not wait for that stream."""
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
@@ -395,7 +394,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """A kernel's result may be in the memory of an input only if each element depends only on the same element of the input."""
+    """The result of a kernel may be in the memory of an input only if each element depends only on the same element of the input."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
@@ -405,7 +404,7 @@ def test_a_launch_in_place() -> None:
 
 
 def test_a_matmul_adds_in_place() -> None:
-    """The result of a matmul may overlap the operand that is added to the product, but not a factor of the product."""
+    """The result of a matmul may overlap the operand that is added to the product. The result must not overlap a factor."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y are written"):

@@ -1,4 +1,4 @@
-"""The static check of blocks covers their bodies, and the memory that consecutive calls share."""
+"""The static check covers the bodies of blocks, and the memory that consecutive calls share."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_races(case: str) -> None:
 
 
 def test_calls_share_the_memory_of_a_block() -> None:
-    """The memory of a block is free after the call. If a stream was not joined, the next call may overwrite data that this stream still
-    reads."""
+    """The memory of a block is free after the call. If the block does not join a stream, the next call may overwrite data that this stream
+    still reads."""
     layer = """\
 function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]

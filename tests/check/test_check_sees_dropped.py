@@ -33,7 +33,7 @@ SYNCHRONISATION = [
 
 @pytest.mark.parametrize(("name", "index"), SYNCHRONISATION)
 def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
-    """With 4 ranks, 3 or 4 chunks and 4 streams, no fork, join, record or wait of these programs is redundant."""
+    """With 4 ranks, 3 or 4 chunks and 4 streams, these programs have no redundant fork, join, record or wait."""
     host = program(name)
     dropped = list(tree.walk(host.body))[index]
     mutant = replace(host, body=tree.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
@@ -43,7 +43,7 @@ def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
 
 
 def test_speed() -> None:
-    """The check of a small program for 8 ranks takes less than 0.1 s of CPU time. Compilations run this check by default."""
+    """Compilations run this check by default. For a small program for 8 ranks, the check takes less than 0.1 s of CPU time."""
     host = program("ag_matmul_p2p", 8)
     seconds = []
     for _ in range(5):
@@ -80,18 +80,17 @@ for name in NAMES:
 
 
 def test_a_check_creates_no_reference_cycles() -> None:
-    """The check leaves no reference cycles, because a garbage collection of its objects would take as long as the check. The test runs in a
-    separate process, because threads of other tests may leave cycles at any time.
-    """
+    """A garbage collection of cycles would take as long as the check. The test runs in a separate process, because threads of other tests
+    may leave cycles at any time."""
     done = run([sys.executable, "-c", CHECK_AND_COLLECT], env=environment(), timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """Bytes of different rows with the same accesses are one piece. The time of the check does not grow with the number of rows."""
+    """Bytes of different rows with the same accesses are one piece. So the time of the check does not grow with the number of rows."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
-    left = layout(bf16, (rows, columns // 2), (columns, 1))  # also the layout of the right half, which begins 64 bytes later
+    left = layout(bf16, (rows, columns // 2), (columns, 1))  # The right half has the same layout, and begins 64 bytes later.
     top = layout(bf16, (rows // 2, columns), (columns, 1))
     places = [(offset, of.rows, of.run) for offset, of in ((0, whole), (0, left), (columns, left), (0, top))]
     pieces = Pieces(rows * columns * 2, frozenset(places))
@@ -100,7 +99,6 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
 
 
 def steps_of_python(divide: Callable[[], Pieces]) -> int:
-    """Number of lines of Python that `divide` executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -118,7 +116,7 @@ def steps_of_python(divide: Callable[[], Pieces]) -> int:
 
 
 def test_dividing_more_rows_takes_no_more_steps() -> None:
-    """The number of executed lines must not depend on the number of rows, because the check also uses large sizes."""
+    """The check also uses large sizes, so the number of executed lines must not depend on the number of rows."""
 
     def divided(rows: int) -> Pieces:
         return Pieces(32 * rows, frozenset((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24) for count in (rows, rows // 2)))
@@ -128,17 +126,17 @@ def test_dividing_more_rows_takes_no_more_steps() -> None:
 
 
 def test_dividing_many_rows_takes_less_than_a_second() -> None:
-    """A former defect: np.unique took 1.4 s, because it sorts all cuts. The cuts of each access are already in order."""
+    """np.unique would take 1.4 s, because it sorts all cuts. The cuts of each access are already in order."""
     count = 2**18
     regions = frozenset({(0, (), 32 * count), (0, ((count // 2, 64),), 24), *((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24))})
     before = time.thread_time()
     assert len(Pieces(32 * count, regions).first_segments) == 7
-    assert time.thread_time() - before < 0.8  # usually 0.15
+    assert time.thread_time() - before < 0.8  # The time is usually 0.15 s.
 
 
 @pytest.mark.parametrize("scale", [1, 2**59, 2**60, 2**70])
 def test_buffers_of_any_size_are_divided(scale: int) -> None:
-    """Buffers of any size can be divided, also those whose byte positions exceed the largest signed integer of 64 bits."""
+    """Byte positions may exceed the largest signed integer of 64 bits."""
     left, right, top = (0, ((4, 2 * scale),), scale), (scale, ((4, 2 * scale),), scale), (0, (), 4 * scale)
     pieces = Pieces(8 * scale, frozenset((left, right, top)))
     assert pieces.first_segments == [range(start * scale, (start + 1) * scale) for start in (0, 1, 4, 5)]
@@ -146,7 +144,7 @@ def test_buffers_of_any_size_are_divided(scale: int) -> None:
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
-    """Buffers whose views access the same bytes are divided into pieces only once, even if the shapes of the views differ."""
+    """This holds even if the shapes of the views differ."""
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):

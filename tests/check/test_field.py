@@ -1,5 +1,4 @@
-"""Arrays over the finite field give the results of Python integers modulo the prime. The f64 values (shadows) of the arrays give NumPy's
-results."""
+"""Arrays over the finite field have the results of Python integers modulo the prime. The f64 values (shadows) have the results of NumPy."""
 
 from __future__ import annotations
 

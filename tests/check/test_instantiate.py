@@ -92,7 +92,8 @@ def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
 def test_minimal_sizes() -> None:
     assert minimal_sizes(program("ag_matmul_flat_across")) == {"M": 12, "K": 2, "N": 2}
     assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
-    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # B: two iterations per stream, and one more
+    # For B, there are two iterations per stream, and one more.
+    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}
     text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
     assert minimal_sizes(host_text.parse(text)) == {"A": 6, "B": 2}
 
@@ -130,7 +131,7 @@ def test_sizes_leave_room() -> None:
 
 
 def test_sizes_where_a_sum_must_divide() -> None:
-    """The chunk needs an even M + 1, so the check uses only odd sizes M, which are uneven on 2 ranks."""
+    """The chunk needs an even M + 1. So the check uses only odd sizes M, and these are uneven on 2 ranks."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
@@ -139,8 +140,8 @@ def test_sizes_where_a_sum_must_divide() -> None:
 
 @pytest.mark.parametrize("conditions", list(permutations(("M * N * K <= 16384", "N * K <= 16384", "M * N <= 256"))))
 def test_few_sizes_are_large(conditions: tuple[str, ...]) -> None:
-    """If one size decides all conditions, only this size is large in the check, which saves memory. If M and N were both large, a buffer
-    would have 2**26 elements."""
+    """Only the size that decides all conditions is large, which saves memory. If M and N were both large, a buffer would have 2**26
+    elements."""
     branches = "\n".join(f"if {condition} {{\ncopy %x -> %y\n}} else {{\ncopy %x -> %y\n}}" for condition in conditions)
     program = host_text.parse(f"host @t(%x: f32[M, N, K]) -> (%y: f32[M, N, K]) mesh(x=1) {{\n{branches}\n}}\n")
     assert list(sizes_to_check(program)) == [{"M": 2, "N": 2, "K": 2}, {"M": 2, "N": 2**14, "K": 2}]
@@ -155,7 +156,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """Smallest sizes for which M - 1 and N - 2 are multiples of 4. The constraint on one of these sums does not affect the other."""
+    """The sizes are the smallest for which M - 1 and N - 2 are multiples of 4. The constraint on one sum does not affect the other."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

@@ -1,4 +1,4 @@
-"""Collectives inside kernels: errors of the verifier and the check, and schedules that show the errors of the check."""
+"""Collectives inside kernels: errors of the verifier and the check, and schedules that justify the errors of the check."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_verifier_of_blocks(kind: str) -> None:
 
 
 def test_the_verifier_of_sent_blocks() -> None:
-    """The reduce-scatter of the result directly follows the launch that sends it."""
+    """The reduce-scatter of the result must directly follow the launch that sends the result."""
     head, body = OF_BLOCKS["reduce_scatter"].rstrip("}").rsplit("{", 1)
     head = f"kernel @half(%p: f32[8]) {{ %h: f32[8] = multiply(%p, 0.5) }} {head}"
     sent = f"%h = allocate f32[8]  launch @half %p -> %h sent on tp  %z = allocate f32[4]  {body.replace('%p', '%h')}"
@@ -110,8 +110,8 @@ def test_the_verifier_of_sent_blocks() -> None:
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_mutations_of_blocks(kind: str) -> None:
-    """The check detects a missing launch, and two exchanges that nothing orders. It also detects a result in the memory of the sent block,
-    and a concurrent write to this block."""
+    """The check detects a missing launch and two unordered exchanges. It also detects a result in the memory of the sent block, and a
+    concurrent write to this block."""
     head, body = OF_BLOCKS[kind].rstrip("}").rsplit("{", 1)
     sent, got = (8, 4) if kind == "reduce_scatter" else (4, 8)
     copied = f"%t = allocate f32[{sent}]  copy %p -> %t"
@@ -145,7 +145,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("second", KERNELS)
 def test_kernels_with_exchanges_are_ordered(second: str) -> None:
-    """Exchanges in kernels must be ordered with each other, and with NCCL's collectives on the same channel. NCCL orders only its own
+    """Exchanges in kernels must be ordered with other exchanges, and with NCCL's collectives on the same channel. NCCL orders only its own
     collectives."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
     with pytest.raises(

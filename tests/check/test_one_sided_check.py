@@ -90,8 +90,8 @@ def test_verifier(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_join_waits_for_copies_of_local_shards(ranks: int) -> None:
-    """In a gather, a rank may copy its local block on the stream `copies`. A join of the stream `comm` does not wait for this copy, so a
-    wait for the copy's event follows the join."""
+    """In a gather, a rank may copy its local block on stream `copies`. A join of stream `comm` does not wait for this copy. So a wait for
+    the event of the copy follows the join."""
     fusion = Fusion.parse(f"""\
 fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
   %wg: f32[7, M] async = reshard(%w)
@@ -140,7 +140,7 @@ CHECKED = {
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
         "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),
-    "a wait that may start before the signal of its rank": (  # in a graph, both ranks may start with the wait
+    "a wait that may start before the signal of its rank": (  # In a graph, both ranks may start with the wait.
         on_two_streams(given(0), awaited(0)),
         "can occur at the same time, and a wait cannot tell signals apart; add record/wait or put both on one stream",
     ),

@@ -62,28 +62,28 @@ def test_mutants_of_training_programs_are_caught() -> None:
 
 
 def test_blocks_of_squares_differ_from_their_transposes() -> None:
-    """The check must distinguish packing from its inverse, even if a matrix is square and each block is one row or column."""
+    """This must hold even if a matrix is square and each block is one row or column."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]
 
 
 def test_sums_in_the_check_have_more_than_one_element() -> None:
-    """Sizes of the check must be above 1, because over a single element a sum equals a maximum."""
+    """A sum over a single element equals a maximum, so the check cannot distinguish the two."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
 
 
 def test_integers_reduced_by_xor_have_many_bits() -> None:
-    """For a program with many elements, the check uses only one set of inputs, which must distinguish xor from or."""
+    """For a program with many elements, the check uses only one set of inputs. This set must distinguish xor from or."""
     subject = Subject("permutes", exchange_fusions(8)["permutes"])
     found = [made for kind, where, made in mutants(subject.host) if kind == "another op" and "reduce_xor" in where]
     assert [subject.judge(made) for made in found] == [CAUGHT, CAUGHT]
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """Each element has opposite signs in the first two sets of inputs. A program without `abs`, or with a negation instead, is wrong for
-    one of the signs."""
+    """Each element has opposite signs in the first two sets of inputs. If `abs` is missing or replaced by a negation, the result is wrong
+    for one sign."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, RANDOM_EXP, {}).values():
         assert ((values.value[0] < 0) != (values.value[1] < 0)).all()

@@ -45,8 +45,8 @@ def test_names_output_rank_and_element() -> None:
 @pytest.mark.parametrize("dims", [("12@x", 3), (12, "4@x"), ("64@x", 3)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], ranks: int) -> None:
-    """The sum of differences to the mean is 0 in the finite field. The check therefore also sets the sum's f64 value to 0. The inverse
-    of the sum is then infinite for every order of addition."""
+    """The sum of differences to the mean is 0 in the finite field. So the check also sets the f64 value of the sum to 0. Then the inverse
+    of the sum is infinite for every order of addition."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[dims])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -94,7 +94,7 @@ def test_names_the_first_pass_with_another_result() -> None:
     assert first_wrong_stage(fusion, made, found) == ("", None)
     name, op = first_wrong_stage(fusion, broken, found)
     assert op
-    assert (name, op.kind) == ("fold_epilogues", "add")  # the matmul adds its bias
+    assert (name, op.kind) == ("fold_epilogues", "add")  # The matmul adds its bias.
 
 
 def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @wraps(pipeline.PASSES[-1])
     def with_zeros(program: HostProgram, options: Options) -> HostProgram:
-        """A wrong pass, which replaces gathered values by zeros."""
+        """A wrong pass that replaces gathered values by zeros."""
         return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], with_zeros))
@@ -117,7 +117,7 @@ def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_named(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a pass on fusions changes a factor in a function, the error names this pass and the first wrong value."""
+    """A pass on fusions changes a factor in a function. The error names this pass and the first wrong value."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])
@@ -166,7 +166,7 @@ def test_reports_lines_that_never_ran() -> None:
         return ir.If(Const(1), (i,), (i,)) if isinstance(i, ir.Matmul) else None
 
     host = changed(lower(fusion, Options()), under_a_condition)
-    assert check(host, fusion=fusion) == ()  # both bodies have the same line
+    assert check(host, fusion=fusion) == ()  # Both bodies have the same line.
     host = changed(host, lambda i: replace(i, orelse=(ir.Fill(i.body[0].dst, 0.0),)) if isinstance(i, ir.If) else None)  # type: ignore[attr-defined]
     (line,) = check(host, fusion=fusion)
     assert line.startswith("never ran: fill %")
@@ -194,7 +194,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 
 
 def test_a_multiple_of_a_joined_log_sum_exp_is_accepted() -> None:
-    """The finite field cannot represent the result, so values in f64 are compared instead. The f64 values also reveal a real error."""
+    """The finite field cannot represent the result, so the check compares f64 values. A real error is still detected."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())
     assert check(host, fusion=fusion) == ()
@@ -222,7 +222,7 @@ def test_branches_for_large_sizes_are_executed() -> None:
 @pytest.mark.parametrize("algorithm", ["p2p", "broadcast", "reduce"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, algorithm: str) -> None:
-    """The root of a broadcast or reduction may be in a later iteration than other ranks. Streams differ between iterations."""
+    """The root of a broadcast or reduction may be in a later iteration than the other ranks. The streams of the iterations differ."""
     is_sum, chunks = algorithm == "reduce", 2 * ranks
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])

@@ -1,6 +1,6 @@
 """Runs mutants with one change in random schedules. A mutant that the check accepts must be correct.
 
-When an operation starts, it reads its inputs and fills its outputs with NaN. When it ends, it writes its outputs. The caller writes inputs
+An operation reads its inputs and fills its outputs with NaN when it starts. It writes its outputs when it ends. The caller writes inputs
 and reads outputs on a separate stream. All other memory is NaN before and after the call.
 """
 
@@ -36,7 +36,7 @@ Inputs = dict[str, Array]
 
 
 def mutants(host: HostProgram) -> Iterator[HostProgram]:
-    """Programs in which one synchronisation is dropped, one stream is changed, or two adjacent instructions are swapped."""
+    """Yields programs in which one synchronisation is missing, one stream is changed, or two adjacent instructions are swapped."""
     for at in list(tree.walk(host.body)):
         if isinstance(at, ir.Fork | ir.Join | ir.Record | ir.Wait):
             yield _with(host, at, ())
@@ -147,7 +147,6 @@ class Machine:
 
 
 def arguments(host: HostProgram) -> Inputs:
-    """Inputs that are small integers, so that sums in bf16 are exact in any order."""
     draw = np.random.default_rng(0)
     sizes = minimal_sizes(host)
     return {p.name: draw.integers(-1, 2, global_shape(p.type, sizes)).astype(ml_dtypes.bfloat16) for p in host.inputs}
@@ -173,7 +172,7 @@ def test_accepted_mutants_are_correct_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """If a fork, join or wait is dropped, some schedule gives a wrong result. The report of the check is not a false alarm."""
+    """The report of the check is therefore not a false alarm."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

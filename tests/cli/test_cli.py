@@ -1,4 +1,4 @@
-"""The command line: output of each command. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
+"""Output of each command. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
 
 
 def test_inspect_shows_the_changes_of_every_stage(capsys: Captured, tmp_path: Path) -> None:
-    """The output is the program before the passes, and then the difference that each pass makes. Applied in order, the differences
-    give the final program. A pass without changes has one line."""
+    """The output has the program before the passes, and then the difference that each pass makes. The differences, applied in order, give
+    the final program. A pass without changes has one line."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
     stages = list(STAGES)
     titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)
@@ -231,8 +231,8 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
-    """A file can import other files of its folder, and define dataclasses with any annotations. Afterwards sys.path is the same as before,
-    and sys.modules does not contain the file, even after an error."""
+    """A file can import other files of its folder, and can define dataclasses with any annotations. Afterwards, sys.path is the same as
+    before, and sys.modules does not contain the file. This holds even after an error."""
     (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
     text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
     text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
@@ -320,7 +320,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # left by a killed build
+    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # A killed build leaves such a folder.
     (tmp_path / ".killed-0123456789abcdef.01234567" / "SHA256SUMS").touch()
     assert {entry.kind for entry in cache.entries()} == {"program", "object", "unfinished build"}
     program, objects, removed, total = output_of(capsys, "cache").splitlines()
@@ -381,7 +381,7 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
 
 
 def test_shells_complete_commands_and_options(capsys: Captured) -> None:
-    """The script for bash is executed. Scripts for other shells are only compared as text, because those shells may not be installed."""
+    """The test executes the script for bash. Other shells may not be installed, so their scripts are only compared as text."""
     completed = "COMP_WORDS=({}); COMP_CWORD={}; _hostweave; echo ${{COMPREPLY[@]}}"
     lines = [completed.format("hostweave ti", 1), completed.format("hostweave demo --ra", 2), completed.format("hostweave cache c", 2)]
     script = output_of(capsys, "completion", "bash") + "\n".join(lines)

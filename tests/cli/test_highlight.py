@@ -1,4 +1,4 @@
-"""Syntax highlighting: the lexer recognises every word of both IRs. Output on a terminal differs from other output only by colours."""
+"""Syntax highlighting. The lexer recognises every word of both IRs. Output on a terminal differs from other output only by colours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hostweave.pipeline import lower
 GOLDEN = Path(__file__).parents[1] / "golden"
 SEEDS = EXAMPLES / "seeds.py"
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
-ERROR = "\x1b[04m\x1b[91m"  # formatting of an Error token: underlined, bright red
+ERROR = "\x1b[04m\x1b[91m"  # Format of an Error token: underlined, bright red.
 
 
 def errors(text: str) -> list[str]:
@@ -36,7 +36,7 @@ def errors(text: str) -> list[str]:
 
 
 def wrong_lines(places: Mapping[str, object]) -> dict[str, object]:
-    """Lines with errors, and their places. Lines are tested one by one, because no token spans several lines."""
+    """Returns the lines with errors, and their places. Lines are tested one by one, because no token spans several lines."""
     return {line: place for line, place in places.items() if errors(line)}
 
 
@@ -88,7 +88,6 @@ def test_tokens(text: str, kinds: dict[str, object]) -> None:
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """Output of a command on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "hostweave", *arguments], stdout=theirs) as process:
         os.close(theirs)
@@ -101,7 +100,7 @@ def on_a_terminal(*arguments: str) -> str:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # Linux raises OSError after the command has closed its end of the terminal
+    except OSError:  # Linux raises OSError after the command has closed its end of the terminal.
         return b""
 
 

@@ -55,8 +55,8 @@ def test_peaks_of_larger_programs(make: Callable[[int, DType], Fusion], ranks: i
 
 
 def test_the_bytes_of_a_layer() -> None:
-    """Four layers need at most 1.2 times the peak memory of one layer. The peak of one layer is less than half of its temporaries, plus 32
-    MiB."""
+    """The peak memory of four layers is at most 1.2 times the peak of one layer. The peak of one layer is less than half of its
+    temporaries, plus 32 MiB."""
     sizes = {"S": 2048, "E": 4096, "F": 14336}
     one, four = (memory_plan(lower(PROGRAMS[2](8, hw.bf16, count), Options()), sizes) for count in (1, 4))
     assert one.peak <= four.peak <= 1.2 * one.peak
@@ -71,10 +71,11 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """A buffer and its live ranges. Each range has a first event, an end, and the event from which other streams may reuse the bytes."""
+    """A buffer and its live ranges. Each range has its first event, its end, and the event after which other streams may reuse the
+    bytes."""
 
     bytes: int
-    lane: tuple[str, int] | None = None  # the stream that the buffer belongs to
+    lane: tuple[str, int] | None = None  # stream that owns the buffer
     uses: list[list[int]] = field(default_factory=list)
 
     def end(self, now: int, joined: int = FOREVER) -> None:
@@ -89,15 +90,14 @@ def may_share(a: Buffer, b: Buffer) -> bool:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """The largest number of live bytes at any event."""
     rounded = [(buffer.uses, -(-buffer.bytes // ALIGNMENT) * ALIGNMENT) for buffer in buffers]
     moments = {use[0] for buffer in buffers for use in buffer.uses}
     return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
 def test_a_buffer_without_a_gap_is_placed_first() -> None:
-    """For these sizes, no placement in order of size, area or time reaches the lower bound. The planner then places first the buffer with
-    the highest end."""
+    """For these sizes, no placement in order of size, area or time reaches the lower bound. So the planner places the buffer with the
+    highest end first."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -110,8 +110,8 @@ def test_a_buffer_without_a_gap_is_placed_first() -> None:
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    """In random sequences of allocate, free, reallocate and join, no two live buffers overlap. The planner's lower bound is the largest
-    number of live bytes."""
+    """The events are random sequences of allocate, free, reallocate and join. The planner's lower bound is the largest number of live
+    bytes."""
     for seed in range(200):
         random = Random(seed)
         events, buffers, groups = ArenaEvents(), list[Buffer](), list[tuple[slice, str | None]]()
@@ -232,7 +232,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """Two stream blocks may each allocate a buffer with the name %t. A block may allocate a buffer that it does not use."""
+    """Two stream blocks may each allocate a buffer named %t. A block may allocate a buffer that it does not use."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a
@@ -257,8 +257,8 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 
 
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
-    """If the stream index is always 0, a block has a buffer for only one of four streams. In a loop of two iterations, the block has
-    buffers for two streams."""
+    """If the stream index is always 0, a block has a buffer for one of the four streams. In a loop of two iterations, the block has buffers
+    for two streams."""
     block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))

@@ -9,7 +9,7 @@ from hostweave.build.cuda import gpus
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def target(request: pytest.FixtureRequest) -> str:
-    """Target of a test. The test has a parameter `ranks`, `mesh`, or `pair`, an index into PAIRS of its module."""
+    """Target of a test. The test has a parameter `ranks` or `mesh`, or a parameter `pair` that is an index into PAIRS."""
     params = request.node.callspec.params
     mesh = request.module.PAIRS[params["pair"]][0] if "pair" in params else params.get("mesh")
     ranks = mesh.size if mesh else params["ranks"]

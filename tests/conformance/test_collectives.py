@@ -26,7 +26,7 @@ Array = NDArray[Any]
 RANKS = (1, 2, 3, 4, 8)
 N = (3, 1, 0)  # number of elements of a block, for each seed
 
-# For each name: the size of the input and of the output, in blocks, and the instruction.
+# Sizes of the input and of the output, in blocks, and the instruction.
 MOVES = {
     "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
     "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
@@ -50,7 +50,7 @@ def root_of(ranks: int) -> int:
 
 
 def sources_of(ranks: int) -> list[int | None]:
-    """Sources of a permute in which each rank receives from the previous rank, and the first rank has no source."""
+    """Sources of a permute. Each rank receives from the previous rank; the first rank has no source."""
     return [None, *range(ranks - 1)]
 
 
@@ -80,7 +80,7 @@ def program(ranks: int) -> HostProgram:
     outputs, body = [], []
     for y, (kind, _, dtype, text) in cases(ranks).items():
         outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
-        body += [f"fill %{y} with 0.0", text]  # only the root gets a result, so other ranks have zeros
+        body += [f"fill %{y} with 0.0", text]  # Only the root gets a result, so other ranks have zeros.
     text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
     return host_text.parse(text)
 
@@ -91,8 +91,8 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small integers, which may be negative if the dtype is signed. Their sums and products are exact in every dtype, except that products
-    of 8-bit integers may wrap around."""
+    """Small integers. They may be negative if the dtype is signed. Sums and products are exact in every dtype, but products of 8-bit
+    integers may wrap around."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():
@@ -142,7 +142,7 @@ def compare(ranks: int, given: dict[str, Array], results: list[dict[str, Array]]
         mine = np.split(passed, ranks)
         for rank, outputs in enumerate(results):
             got, want = (array.astype(np.float64) for array in (outputs[y], expected(kind, op, mine, rank)))
-            # Averages are rounded; all other results are exact.
+            # Averages are rounded. All other results are exact.
             rounded = {"f16": 2e-3, "bf16": 2e-2, "f32": 1e-6, "f64": 1e-14}.get(dtype.name, 0) if op == "avg" else 0
             np.testing.assert_allclose(got, want, rtol=rounded, atol=0, err_msg=f"%{y} on rank {rank} of {ranks}")
 

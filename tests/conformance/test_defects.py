@@ -49,7 +49,7 @@ four = pytest.mark.parametrize("ranks", [4])
 SIGNED = (hw.i8, hw.i32, hw.i64, hw.f16, hw.bf16, hw.f32, hw.f64)
 UNSIGNED = (hw.u8, hw.u32)
 
-# For each name: instructions that compute %{name}, [4@dp,tp, N], from %x. The rank at (dp, tp) has number 2 dp + tp.
+# Instructions that compute %{name}, [4@dp,tp, N], from %x. The rank at (dp, tp) has number 2 dp + tp.
 RANKS = {
     "whole_mesh": "all_gather %x -> %big_1 on dp_tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
     "turned_axes": "all_gather %x -> %big_2 on tp_dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
@@ -70,7 +70,7 @@ RANKS = {
         "reduce_scatter max %big_3 -> %own on dp_tp\ncopy %own -> %gathered_in_place"
     ),
 }
-WANTED = {  # for each rank: its source rank, -1 for zeros, or the ranks whose terms are added
+WANTED = {  # For each rank: its source rank, -1 for zeros, or the ranks whose terms are added.
     "whole_mesh": [[1]] * 4,
     "turned_axes": [[2]] * 4,
     "sums_of_rows": [[0, 1], [0, 1], [2, 3], [2, 3]],
@@ -140,7 +140,7 @@ def test_in_place(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3])
 def test_signs(ranks: int, target: str) -> None:
-    """Minimum and maximum of negative numbers, and of unsigned numbers, some of which exceed 127."""
+    """The unsigned numbers include numbers above 127."""
     dtypes = (*SIGNED, *UNSIGNED)
     inputs = ", ".join(f"%x_{d}: {d}[3@x, N]" for d in dtypes)
     names = [f"{op}_{d}" for d in dtypes for op in ("min", "max", "to_one")]
@@ -168,7 +168,7 @@ def test_signs(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_unused_communication_is_removed(streamed: bool) -> None:
-    """An unused communication is removed with its channel, for all ranks."""
+    """The channel is also removed, on all ranks."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "K@tp"])
     def needs_one(x):

@@ -1,7 +1,7 @@
-"""Moves between two meshes, between all pairs of the shardings in `layouts`. Meshes are disjoint or overlap, and differ in size and axes.
-The block of each rank is compared with NumPy.
+"""Moves between two meshes, for all pairs of shardings in `layouts`. Meshes are disjoint or overlap, and differ in size and axes. The block
+of each rank is compared with NumPy.
 
-One program contains all moves between two meshes, so that it is compiled only once. The program runs at several sizes.
+One program contains all moves between two meshes, so that only one program is compiled. The program runs at several sizes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Moves between all pairs of shardings."""
-
     def results(x: hw.Tensor) -> list[hw.Tensor]:
         return [hw.reshard(x, *dims, mesh=new) for dims in layouts(new)]
 
@@ -65,7 +63,7 @@ def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
 
 
 def reductions(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Reductions over a sharded dim with every dtype. The result is replicated or sharded on the other mesh."""
+    """Reductions over a sharded dim, with every dtype. The result is replicated or sharded on the other mesh."""
     axes = ",".join(name for name, _ in old.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -85,8 +83,8 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes. For seeds 0 and 1 the sizes are even on both meshes. For other seeds the sizes are uneven if the program allows uneven
-    sizes. The last ranks then have fewer elements or none."""
+    """Small sizes. For seeds 0 and 1, the sizes are even on both meshes. For other seeds, the sizes are uneven if the program allows this.
+    Then the last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -104,7 +102,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """For each rank, the outputs by name, without outputs on meshes that lack the rank. Asserts that exactly these outputs are None."""
+    """Outputs by name, for each rank. Asserts that an output is None on exactly those ranks that its mesh lacks."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):
@@ -154,8 +152,7 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A chunk loop over M needs even shards, so M is even in the whole program. The moves between meshes then use routes for even
-    shards."""
+    """A chunk loop over M needs even shards, so M is even in the whole program. Moves between meshes then use routes for even shards."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 
@@ -175,7 +172,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_rank_receives_each_missing_block_once(pair: str) -> None:
-    """The number of elements that are sent equals the number of elements that destination ranks lack."""
+    """The number of sent elements equals the number of elements that destination ranks lack."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)
     for have in layouts(old):

@@ -1,10 +1,10 @@
-"""Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. Programs are checked, and the interpreter's
-results are compared with NumPy.
+"""Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. Programs pass the check, and the results of the
+interpreter equal those of NumPy.
 
 Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
 activations and gathers may precede the products. Epilogues and reductions may follow the products. Elements of inputs are 0, 2^i or 5 *
-2^i. A quotient of an element and a scale is then not near a tie. The reference in f64 and the program in f32 then round to the same value.
-Programs for which this is not certain have `is_rounded`.
+2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
+value. Otherwise, a program has `is_rounded`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Writer:
         self.sizes["M"] = draw.choice([8 * self.mesh.size, 24 * self.mesh.size] if even else [1, 5, 7, 18, 33])
         self.is_rounded = False  # True if values may be near a tie
         self.named = {"M"} if draw.random() < 0.5 else set()
-        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # each rank has a multiple of 16 columns
+        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # Each rank has a multiple of 16 columns.
         self.named |= {"N"} if draw.random() < 0.2 and is_whole else set()
         self.named |= {"K", "N"} if even and self.scaling == "block" and random.Random(~seed).random() < 0.5 else set()
         self.inputs: dict[str, hw.TensorType] = {}
@@ -80,13 +80,12 @@ class Writer:
         return ("K", "N") if i % 2 == 0 else ("N", "K")
 
     def declare(self, i: int) -> None:
-        """Declares the inputs of layer i: weights [N, K] in 8 bits with scales, or in 16 or 32 bits, and the weights of norms and
-        epilogues."""
+        """Declares the inputs of layer i: weights [N, K], their scales if they have 8 bits, and the weights of norms and epilogues."""
         draw, (k, n), m = self.draw, map(self.size, self.dims(i)), self.size("M")
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
             self.inputs["x"] = wide[self.sharded(m, k)]
-        is_known = self.scaling != "block" or not isinstance(k, str)  # sizes of inputs must not be quotients
+        is_known = self.scaling != "block" or not isinstance(k, str)  # Sizes of inputs must not be quotients.
         if draw.random() < 0.5 and is_known:
             blocks = {"row": (n, 1), "tensor": (1, 1)}.get(self.scaling) or draw.choice([(n // 128, k // 128), (n, k // 128)])
             self.inputs[f"w{i}"] = draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2])[self.sharded(n, k)]
@@ -112,7 +111,7 @@ class Writer:
         return hw.reshard(t, *self.sharded(*t.shape)) if self.maybe(chance) else t
 
     def before(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> hw.Tensor:
-        """Returns the operand of the quantisation, computed from x."""
+        """Returns the operand of the quantisation."""
         kind = self.draw.choice(["none", "none", "negative", "relu", "double", "rms_norm", "silu", "residual"])
         self.is_rounded |= kind in ("rms_norm", "silu")
         match kind:
@@ -132,7 +131,7 @@ class Writer:
 
     def quantized(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> tuple[hw.Tensor, hw.Tensor]:
         dtype, delayed = self.draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2]), self.maybe(0.2)
-        if self.maybe(0.2):  # split rows into several dims
+        if self.maybe(0.2):  # Splits rows into several dims.
             split = hw.reshape(x, 1, *x.shape)
             values, scales = hw.quantize(split, self.scaling, dtype)
             return hw.reshape(values, *x.shape), hw.reshape(scales, *scales.shape[1:])
@@ -178,7 +177,7 @@ class Writer:
         return y.stream(self.draw.choice([0, 0, 0, 1]), chunks, algorithm=self.draw.choice([None, None, *GATHERS, *SCATTERS]))
 
     def fusion(self, loops: bool) -> Fusion:
-        """The program, with chunk loops if `loops`. All other random choices do not depend on `loops`."""
+        """Returns the program, with chunk loops if `loops`. The other random choices do not depend on `loops`."""
         self.loops, self.results = loops, []
         state = self.draw.getstate()
 
@@ -201,14 +200,14 @@ class Writer:
         for name, type in self.inputs.items():
             shape = tuple(int(size.bind(self.sizes)) for size in type.shape)
             array = np.exp2(draw.integers(-4, 1, shape))
-            if name[0] not in "st":  # scales are powers of two
+            if name[0] not in "st":  # Scales are powers of two.
                 array *= draw.choice([0, 1, 5, -1, -5, 1], shape)
             made[name] = array.astype(numpy_dtype(type.dtype))
         return made
 
 
 def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
-    """Lowers the program with its chunk loops. If the loops are refused, lowers the program without loops."""
+    """Lowers the program with its chunk loops, or without loops if the loops are refused."""
     with contextlib.suppress(ProgramError):
         fusion = writer.fusion(loops=True)
         return fusion, lower(fusion, options)
@@ -217,7 +216,7 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Compares each element. If `is_rounded`, quantised values may round to either neighbour, so only the norm of the whole difference is
+    """Compares each element. If `is_rounded`, a quantised value may round to either neighbour, so only the norm of the whole difference is
     tested."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
@@ -244,8 +243,8 @@ def options(seed: int) -> Options:
     )
 
 
-# Seed 25: several ranks have parts of one row. 40: several ranks have parts of one block. 14: a size that is divided twice. 87: named
-# sizes of blocks.
+# In seed 25, several ranks have parts of one row. In seed 40, several ranks have parts of one block. In seed 14, a size is divided twice.
+# In seed 87, blocks have named sizes.
 @pytest.mark.parametrize("seed", [*range(16), 25, 40, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 700))])
 def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     writer = Writer(seed)
@@ -254,7 +253,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a call with these sizes runs this variant
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # A call with these sizes runs this variant.
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)
@@ -264,7 +263,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_compiled_programs(seed: int) -> None:
-    """Runs some of the random programs on CPU ranks. This tests the C++ of quantisation, of kernels for few rows, and of epilogues."""
+    """Tests the C++ of quantisation, of kernels for few rows, and of epilogues."""
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     given, program = writer.arrays(seed), hw.compile(fusion, options=options(seed))

@@ -1,5 +1,5 @@
-"""Random programs on random meshes of some of the ranks. The meshes may overlap. Programs are checked, and the interpreter's results are
-compared with NumPy."""
+"""Random programs on random meshes of some of the ranks. Meshes may overlap. Programs pass the check, and the results of the interpreter
+equal those of NumPy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def program(seed: int) -> Fusion:
     return random_meshes
 
 
-@pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last seed uses a view of one mesh on another mesh
+@pytest.mark.parametrize("seed", [*range(40), 7200367])  # The last seed uses a view of one mesh on another mesh.
 def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     fusion = program(seed)
     host = lower(fusion, hw.Options())

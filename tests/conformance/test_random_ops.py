@@ -1,4 +1,5 @@
-"""Random programs of all kinds of ops with random shardings. Programs are checked, and the interpreter's results are compared with NumPy.
+"""Random programs of all kinds of ops with random shardings. Programs pass the check, and the results of the interpreter equal those of
+NumPy.
 
 Programs use the transports auto and one_sided, loops that the compiler chooses, functions, and donated inputs.
 """
@@ -33,9 +34,9 @@ class Writer:
 
     def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh
-        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # a rank may have only one index of a dim
+        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # A rank may have only one index of a dim.
         ints = draw.choice([SIZES, UNEVEN, one_each])
-        self.has_room = ints["A"] <= ints["C"]  # true if a slice of A indices fits into a dim of C indices
+        self.has_room = ints["A"] <= ints["C"]  # True if a slice of A indices fits into a dim of C indices.
         self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None
@@ -125,7 +126,7 @@ def _joined(w: Writer, t: hw.Tensor, axis: int) -> None:
         w.is_now(hw.concat([t, t + 1], axis=axis)[tuple(whole)] + hw.concat(hw.split(t, 2, axis=axis), axis=axis))
 
 
-# For each op: the names of the last dims that it needs ("" for none, "ab" for any two dims), and a function that applies it.
+# For each op: the names of the last dims that the op needs ("" for none, "ab" for any two dims), and a function that applies the op.
 OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("", lambda w, t, axis: w.is_now(-t)),
     ("", _elementwise),

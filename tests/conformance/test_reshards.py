@@ -1,6 +1,6 @@
-"""Reshards between all pairs of the shardings in LAYOUTS, on meshes of one and two axes. The block of each rank is compared with NumPy.
+"""Reshards between all pairs of shardings in LAYOUTS, on meshes of one and two axes. The block of each rank is compared with NumPy.
 
-One program contains all reshards on one mesh, so that it is compiled only once. The program runs at several sizes.
+One program contains all reshards on one mesh, so that only one program is compiled. The program runs at several sizes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3 ranks
 
 
 def reshards(mesh: Mesh) -> Fusion:
-    """Reshards between all pairs of shardings."""
     layouts = LAYOUTS[len(mesh.axes)]
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -57,7 +56,7 @@ def reshards(mesh: Mesh) -> Fusion:
 
 
 def reductions(mesh: Mesh) -> Fusion:
-    """Reductions over a sharded dim with every dtype. The result is replicated or sharded."""
+    """Reductions over a sharded dim, with every dtype. The result is replicated or sharded."""
     axes = ",".join(name for name, _ in mesh.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -76,16 +75,16 @@ def kinds_of(dtype: DType) -> tuple[str, ...]:
 
 
 def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callable[[hw.Tensor], list[hw.Tensor]]) -> Fusion:
-    """Fusion that applies `results` to each input. The function is generated as source, because its parameters are the inputs of the
-    fusion."""
+    """Returns a fusion that applies `results` to each input. The parameters of the function are the inputs, so the function is generated as
+    source."""
     scope: dict[str, Any] = {"results": results}
     exec(f"def {name}({', '.join(inputs)}):\n    return [y for x in ({', '.join(inputs)},) for y in results(x)]", scope)
     return hw.fusion(mesh=mesh, **inputs)(scope[name])
 
 
 def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
-    """Inputs. For `reshards`, elements are numbered, so that a wrong position is detected. For `reductions`, arguments are small integers,
-    mostly zeros and ones, so that sums and products are exact."""
+    """For `reshards`, elements are numbered, so that a wrong position is detected. For `reductions`, elements are small integers, mostly
+    zeros and ones, so that sums and products are exact."""
     random = np.random.default_rng(seed)
     result = {}
     for value in fusion.inputs:
@@ -112,8 +111,7 @@ def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Arr
 
 
 def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
-    """Sizes for a seed. For seed 0 the sizes are even. For other seeds the sizes are uneven if the program allows uneven sizes, and some
-    shards are empty."""
+    """For seed 0, sizes are even. For other seeds, sizes are uneven if the program allows this, and some shards are empty."""
     even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
     uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
     return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}
@@ -128,7 +126,7 @@ CASES = [
     pytest.param(of, mesh, marks=[pytest.mark.xdist_group(f"{of.__name__} {mesh}"), *([pytest.mark.slow] if mesh == EIGHT else [])])
     for of, meshes in ((reshards, MESHES), (reductions, MESHES[:-1]))
     for mesh in meshes
-]  # one worker runs all tests of a case, which share the lowered program
+]  # One worker runs all tests of a case, because these tests share the lowered program.
 
 
 NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
@@ -164,7 +162,7 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_uneven_sizes_need_no_second_communication(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
-    """The program has only one communication for a value, which handles even and uneven sizes."""
+    """One communication handles both even and uneven sizes."""
     host = lowered(of, mesh)
     assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
     moved = Counter(name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in tree.names(i, "write"))

@@ -14,10 +14,8 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
-    """Program with gathers, before matmuls and alone, and with reduce-scatters of the rows or columns of products.
-
-    The program also has an all-reduce of slices of rows. It reshards a batch of matrices from rows to columns.
-    """
+    """A program with gathers, some before a matmul, and with reduce-scatters of the rows or columns of products. The program also has an
+    all-reduce of slices of rows, and a reshard of a batch of matrices from rows to columns."""
     t = hw.f32["B", "M@x", "N"]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"], a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], t=t)
@@ -28,11 +26,11 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
         summed = hw.reshard(a @ b, "M", "N").stream("M", chunks=2).named("rows_of_all")
         turned = hw.reshard(hw.copy(t), "B", "M", "N@x").stream("B", chunks=2).named("turned")
         scaled = []
-        for by in (gathers[0], "ring"):  # loops with a kernel whose result is in the memory of the received chunk
+        for by in (gathers[0], "ring"):  # These loops have a kernel whose result is in the memory of the received chunk.
             arrived = hw.reshard(hw.copy(x), "M", "K").stream("M", chunks=chunks, algorithm=by)
             scaled.append(((arrived * 2).stream("M", chunks=chunks) @ w).stream("M", chunks=chunks).named(f"scaled_{by}"))
         rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, algorithm=by).named(f"rows_{by}") for by in scatters]
-        ways = [by for by in scatters if by != "ring"]  # a ring needs contiguous blocks
+        ways = [by for by in scatters if by != "ring"]  # A ring needs contiguous blocks.
         columns = [hw.reshard(a @ b, "M", "N@x").stream("N", chunks=chunks, algorithm=by).named(f"columns_{by}") for by in ways]
         return (*gathered, *whole, summed, turned, *scaled, *rows, *columns)
 

@@ -1,4 +1,4 @@
-"""Compiler command for CMake that caches objects of the runtime, because all exports have the same runtime sources."""
+"""Compiler command for CMake that caches objects of the runtime. All exports have the same runtime sources."""
 
 import fcntl
 import hashlib
@@ -21,7 +21,7 @@ if not re.search(r"/hostweave_(runtime|cpu_device)\.dir/", f"/{into}"):
     os.execvp(command[0], command)
 
 text = unit.read_text()
-found = re.search(r'#include "(.*?)/runtime/', text) or re.search("(.*?)/runtime/", str(unit))  # the unit includes sources or is a source
+found = re.search(r'#include "(.*?)/runtime/', text) or re.search("(.*?)/runtime/", str(unit))  # The unit includes sources, or is a source.
 assert found, text
 root = found[1]
 files = sorted(path for path in Path(root, "runtime").rglob("*") if path.is_file())
@@ -29,10 +29,10 @@ options = [option for option in command[1:] if option != str(unit) and not optio
 compiler = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
 key = hashlib.sha256("\n".join([compiler, *options, text]).replace(root, "").encode())
 for file in files:
-    if file.parent.name != "wheel":  # only wheels have this folder
+    if file.parent.name != "wheel":  # Only wheels have this folder.
         key.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
 kept = Path(os.environ["HOSTWEAVE_TESTS_OBJECTS"], f"{key.hexdigest()}.o")
-with open(f"{kept}.lock", "w") as lock:  # other processes wait until the first process has made the object
+with open(f"{kept}.lock", "w") as lock:  # Other processes wait until the first process has made the object.
     fcntl.flock(lock, fcntl.LOCK_EX)
     if not kept.exists():
         if status := subprocess.run(command).returncode:

@@ -26,7 +26,7 @@ def integers() -> CppExprPrinter:
         ("M/4", "M / 4"),
         ("K*M/4", "M / 4 * K_1"),
         ("3*K*M/4", "M / 4 * 3 * K_1"),
-        ("K*M/48", "M / 12 * (K_1 / 4)"),  # M is a multiple of 12, and K of 4
+        ("K*M/48", "M / 12 * (K_1 / 4)"),  # M is a multiple of 12, and K of 4.
         ("M/5", "M / 5"),
         ("2*K*M", "2 * M * K_1"),
         ("(K - 1)", "K_1 - 1"),
@@ -61,9 +61,9 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
     ("expr", "cpp"),
     [
         ((RANK + I) % 4, "(rank_x + i) % 4"),
-        ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # the dividend is at least -3
-        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # the dividend is at least -4
-        ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # the dividend is at least -6
+        ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # The dividend is at least -3.
+        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # The dividend is at least -4.
+        ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # The dividend is at least -6.
         (RANK * 2 + I % 2, "rank_x * 2 + i % 2"),
         (N % 4, "hw::mod(n, 4)"),
         ((RANK - I) % Symbol("M"), "hw::mod(rank_x - i, M)"),

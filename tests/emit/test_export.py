@@ -1,4 +1,4 @@
-"""Exported projects are built by CMake. The projects run on the CPU target, and are compiled and linked for CUDA."""
+"""CMake builds exported projects. The projects run on the CPU target, and are compiled and linked for CUDA."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hostweave.host_ir.ir import HostProgram
 
 KERNELS = "programs/matmul_rs_flat/kernels.cu"
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may be from pip
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may be from pip.
 OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
 NVCC = shutil.which("nvcc", path=TOOLS)
 NVCC_OPTIONS = subprocess.run([NVCC, "--help"], capture_output=True, text=True, check=True).stdout if NVCC else ""
-# Environment that selects cmake, ninja and settings, so that commands need not name them.
+# Environment that selects cmake, ninja and settings, so that the commands need not name them.
 QUICK = {
     **os.environ,
     "PATH": TOOLS,
     "CMAKE_GENERATOR": "Ninja",
     "CMAKE_BUILD_TYPE": "Debug",
     "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("quick.cmake")),
-    "NVCC_APPEND_FLAGS": "--Ofast-compile=max" if "--Ofast-compile" in NVCC_OPTIONS else "",  # CUDA 12.9 and later have this option
+    "NVCC_APPEND_FLAGS": "--Ofast-compile=max" if "--Ofast-compile" in NVCC_OPTIONS else "",  # CUDA 12.9 and later have this option.
 }
 
 
@@ -59,8 +59,7 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The commands that `hostweave export` prints build the projects. All projects are in one folder, so that the runtime is built
-    once."""
+    """The commands that `hostweave export` prints build the projects. All projects are in one folder, so that the runtime is built once."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
@@ -68,9 +67,10 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
 
     runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
-    build(FUSIONS["matmul_rs_flat"], folder)  # a program with sends, recvs, matmuls and a kernel
-    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # a second export to the folder did not rewrite the runtime's sources
-    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even sizes, uneven sizes, and a rank without elements
+    build(FUSIONS["matmul_rs_flat"], folder)  # This program has sends, recvs, matmuls and a kernel.
+    # A second export to the folder has not rewritten the sources of the runtime.
+    assert [path.stat().st_mtime_ns for path in runtime] == built_at
+    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # Sizes are even, or uneven, or a rank has no elements.
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5
@@ -84,7 +84,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     usage = run(folder, "build/matmul_rs_flat", "--help")
     assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0
-    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # the program's loop needs equal chunks
+    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # The loop of the program needs equal chunks.
     assert indivisible.returncode == 1
     assert "M = 66: must be a multiple of 4" in indivisible.stderr
 
@@ -101,12 +101,12 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
 
-    build(recurrent, folder)  # a program with one struct per call of a block
+    build(recurrent, folder)  # This program has one struct per call of a block.
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
 
-    build(attention, folder)  # needs additional files of the runtime
+    build(attention, folder)  # This program needs additional files of the runtime.
     result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
@@ -169,7 +169,7 @@ def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
     assert """\
   world.join("mesh(x=2 of ranks 2, 3)", "x", hw::Transport::two_sided, r >= 2 ? 0 : hw::World::kNone, r >= 2 ? r - 2 : 0, 2);
 """ in (tmp_path / "programs" / "two_stages_streamed" / "join.cpp").read_text()
-    assert main.count(", 2, r >= 2});") == 1  # the output is only on ranks 2 and 3
+    assert main.count(", 2, r >= 2});") == 1  # The output is only on ranks 2 and 3.
 
 
 def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=rf"export: {there} exists and {why}; move it, or choose another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
-        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # all files belong to this export
+        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # All files belong to this export.
         if before:
             there.write_bytes(before)
         else:
@@ -202,7 +202,7 @@ CUDA = find_cuda()
 @needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
     """All projects are in one folder, so that the runtime is built once."""
-    build(FUSIONS["matmul_rs_flat" if NVCC else "ag_matmul_p2p"], tmp_path, *for_cuda())  # programs with kernels need nvcc
+    build(FUSIONS["matmul_rs_flat" if NVCC else "ag_matmul_p2p"], tmp_path, *for_cuda())  # Programs with kernels need nvcc.
     if all(part.path for part in CUDA.cudnn):
         build(attention, tmp_path, *for_cuda())
 
@@ -222,7 +222,6 @@ def for_cuda() -> tuple[str, ...]:
 
 
 def test_default_cmake_settings(tmp_path: Path) -> None:
-    """An unknown target is an error, and the default build type is optimised."""
     hw.compile(FUSIONS["matmul_rs_flat"]).export(tmp_path)
     result = run(tmp_path, "cmake", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
     assert "HOSTWEAVE_TARGET is rocm: write cpu or cuda" in result.stderr

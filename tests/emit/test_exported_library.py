@@ -1,4 +1,4 @@
-"""Exports as libraries: a C++ server adds two exports by add_subdirectory, and a C program uses the installed exports."""
+"""Exports as libraries. A C++ server adds two exports by add_subdirectory, and a C program uses the installed exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# A parent project with other settings. The parent gets only targets from the added programs.
+# A parent project with other settings. The added programs define only targets.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)
@@ -81,7 +81,7 @@ def test_two_programs_are_libraries_of_one_server(tmp_path: Path) -> None:
     check_server(tmp_path, "build/server/server")
 
     succeeds(tmp_path, "cmake", "--install", "build")
-    shutil.rmtree(tmp_path / "project")  # installed files do not need the exports
+    shutil.rmtree(tmp_path / "project")  # Installed files do not need the exports.
     shutil.rmtree(tmp_path / "hidden" / "programs")
     installed = ("cmake", "-S", str(CONSUMER), "-B", "consumer", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}")
     missing = run(tmp_path, *installed, "-DCOMPONENTS=hidden;attend")

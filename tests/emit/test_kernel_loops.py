@@ -137,7 +137,7 @@ def test_a_row_of_unknown_length_that_is_read_once_is_not_held() -> None:
     ("length", "dtype", "held"),
     [
         (4096, hw.bf16, ["x_ij", "weight_j", "bias_j"]),
-        (8192, hw.bf16, ["x_ij", "weight_j"]),  # the bias is not prefetched, because prefetched rows would exceed 16 KB
+        (8192, hw.bf16, ["x_ij", "weight_j"]),  # The bias is not prefetched, because the prefetched rows would exceed 16 KB.
         (8192, hw.f32, ["x_ij"]),
         (32768, hw.bf16, ["x_ij"]),
     ],
@@ -156,7 +156,7 @@ def test_held_values_leave_registers_for_several_blocks() -> None:
     sources = hw.compile(quantized, target="cuda").sources
     text = sources["kernels.cu"]
     assert text.index("row.of(M)") < text.index("x_ij = row.load(x") < text.index("w_j = row.load(w)") < text.index("row.reduce(")
-    assert "hw::Grid{M, 128}" in sources["program.cpp"]  # a block per row: blocks start in the order of rows
+    assert "hw::Grid{M, 128}" in sources["program.cpp"]  # There is one block per row: blocks start in the order of rows.
     assert "__launch_bounds__(128, 8)" in text
 
 
@@ -191,7 +191,6 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 
 def scaled_sums(x, scales):
-    """Sums of columns, with a factor per row."""
     return hw.sum(x * hw.expand_dims(scales, 1), 0)
 
 
@@ -202,7 +201,7 @@ def squares_and_sums(x, scales):
 
 @pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
 def test_columns_are_reduced_by_tiles_with_other_operands(function: Any) -> None:
-    """x is read along its rows, even if other operands are contiguous along the columns of x."""
+    """The kernel reads x along its rows, even if other operands are contiguous along the columns of x."""
     text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
     assert "hw::over_columns<kWidth>(4096)" in text
     assert "over_blocks" not in text
@@ -219,7 +218,8 @@ def test_sums_of_few_terms_are_vectorised() -> None:
 
 
 def test_sums_of_gathered_rows_are_vectorised() -> None:
-    """The index and the factor of a row are read once for all elements of a vector. The operand is read only at the gathered rows."""
+    """The kernel reads the index and the factor of a row once for all elements of a vector. The kernel reads the operand only at the
+    gathered rows."""
 
     def combined(x, places, weights):
         rows = hw.take_along_axis(hw.expand_dims(x, 1), hw.expand_dims(places, 2), 0)
@@ -233,7 +233,7 @@ def test_sums_of_gathered_rows_are_vectorised() -> None:
 
 
 def test_values_of_a_term_stay_in_the_loop_over_terms() -> None:
-    """A value that is the same for all terms of a sum is computed before the loop. A divisor of each term is computed inside."""
+    """A value that is equal for all terms of a sum is computed before the loop. A divisor of each term is computed in the loop."""
 
     text = kernels(lambda x, a, b, c: hw.sum(x / b * (a / b) * c, 0), x=hw.f32[4, "N"], a=hw.f32[4, 1], b=hw.f32[4, 1], c=hw.f32[1, 1])
     before, inside = text.split("for (int64_t i = 0; i < 4; ++i) {")
@@ -251,7 +251,7 @@ def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, s
     silu = "hw::fast_sigmoid(" if prefix else "expf("
     calls = ((hw.silu, silu), (hw.exp, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
     for op, call in calls:
-        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also with a second result, in f32
+        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # The second function also has a result in f32.
             text = kernels(function, x=dtype["M", 8])
             assert call in text
             assert ("fast" in text) == bool(prefix)
@@ -380,7 +380,7 @@ def test_divisions_by_one_divisor_are_divisions(target: str) -> None:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("shape", [(1, 16), (64, 128), (200, 72), (130, 33)], ids=str)
 def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str) -> None:
-    """Results with whole tiles, with partial tiles, and with unaligned rows, for elements of 1, 2, 4 and 8 bytes."""
+    """Results have whole tiles, partial tiles, or unaligned rows. Elements have 1, 2, 4 or 8 bytes."""
     columns = shape[1] if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", columns], y=hw.f32["M", columns], z=hw.f64["M", columns], bias=hw.bf16[columns], scale=hw.f32["M", 1])
@@ -392,7 +392,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
     random = np.random.default_rng(5)
     x, y, z = (random.standard_normal(shape).astype(dtype) for dtype in (ml_dtypes.bfloat16, np.float32, np.float64))
     bias = random.standard_normal(shape[1]).astype(x.dtype)
-    scale = (2.0 ** random.integers(-2, 3, (shape[0], 1))).astype(np.float32)  # a GPU divides by powers of 2 exactly
+    scale = (2.0 ** random.integers(-2, 3, (shape[0], 1))).astype(np.float32)  # A GPU divides by powers of 2 exactly.
     program = hw.compile(results, target)
     found = program.run(x=x, y=y, z=z, bias=bias, scale=scale)
     program.close()
@@ -403,7 +403,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Shapes smaller than a tile, of several tiles, with several threads per row, and without columns or rows."""
+    """Shapes are smaller than a tile, or have several tiles or several threads per row, or have no columns or rows."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):
@@ -449,7 +449,7 @@ def test_more_elements_than_32_bit_indices_can_address(columns: int) -> None:
     result = program.run(a=a, b=b)
     program.close()
     a += b
-    assert np.array_equal(result, a)  # assert_array_equal would take a minute for its report
+    assert np.array_equal(result, a)  # assert_array_equal would take a minute for its report.
 
 
 @pytest.mark.parametrize("spec", [hw.bf16, hw.f16], ids=str)
@@ -459,7 +459,7 @@ def test_gelu_of_every_float_of_16_bits(spec: Any, target: str) -> None:
     program = hw.compile(hw.fusion(x=spec["M"])(lambda x: hw.gelu(x)), target)
     result = np.asarray(program.run(x=x), np.float64)
     program.close()
-    with np.errstate(invalid="ignore"):  # some of the NaNs are signaling
+    with np.errstate(invalid="ignore"):  # Some of the NaNs are signaling.
         is_nan, is_finite = np.isnan(x), np.isfinite(x)
     assert np.isnan(result[is_nan]).all()
     x, result = x[is_finite], result[is_finite]

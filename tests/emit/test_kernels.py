@@ -1,4 +1,4 @@
-"""Results of generated kernels compared with NumPy. All cases of one dtype are one program, so that it is compiled only once."""
+"""Results of generated kernels, compared with NumPy. All cases of one dtype are one program, so that only one program is compiled."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ DTYPES = {
     "u8": np.uint8,
 }
 SHARED = 8  # maximum number of ops of the op table that share one kernel
-ODD = {"M": 6, "N": 70, "K": 5}  # rows of N elements are not multiples of 16 bytes, except in dtypes of 8 bytes
-EVEN = {"M": 8, "N": 64, "K": 4}  # rows of N elements are multiples of 16 bytes in every dtype
+ODD = {"M": 6, "N": 70, "K": 5}  # Rows of N elements are not multiples of 16 bytes, except in dtypes of 8 bytes.
+EVEN = {"M": 8, "N": 64, "K": 4}  # Rows of N elements are multiples of 16 bytes in every dtype.
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
 
 POINTWISE = {
@@ -100,7 +100,7 @@ def of_table(dtype: str) -> dict[str, str]:
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
             operands = ("a", "b")[: definition.arity]
-            with contextlib.suppress(ProgramError):  # the op does not support this dtype
+            with contextlib.suppress(ProgramError):  # The op does not support this dtype.
                 result = infer_type(Op(kind, operands, Value("y", operand)), [operand] * len(operands))
                 ops[kind] = f"%y: {result} = {kind}({', '.join(f'%{name}' for name in operands)})"
     return ops
@@ -118,7 +118,8 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Host program that computes all cases on the caller's stream. Cases of the op table share kernels, which compile faster."""
+    """Host program that computes all cases on the caller's stream. Cases of the op table share kernels, because fewer kernels compile
+    faster."""
     types, table = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}, of_table(dtype)
     in_table = sorted(table, key=table.__getitem__)  # sorted by the dtype of the result
     in_kernel: dict[str, list[Case]] = {}
@@ -136,7 +137,7 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Integers from 0 to 4, or floats from 0.9 to 1.1, for which log and sqrt are defined and products of rows are finite."""
+    """Integers from 0 to 4, or floats from 0.9 to 1.1. For these floats, log and sqrt are defined, and products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
@@ -148,7 +149,7 @@ def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[s
 
 
 def one_further(array: Any) -> Any:
-    """Unaligned copy of the array: it begins one element after the start of an allocation."""
+    """Unaligned copy of the array. The copy begins one element after the start of an allocation."""
     memory = np.empty(array.size + 1, array.dtype)
     moved = memory[1:].reshape(array.shape)
     moved[...] = array
@@ -166,7 +167,8 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# i64 and i8 are slow cases, because their kernels are like those of i32 and u8. tests/programs/test_integers.py also compiles some.
+# i64 and i8 are slow cases, because their kernels are like the kernels of i32 and u8. tests/programs/test_integers.py also compiles some of
+# these.
 COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
 
 
@@ -262,7 +264,7 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
 
 
 def test_kernels_of_many_ops() -> None:
-    """A kernel with 400 consecutive ops, too many for three nested Python calls per op, and a kernel with reductions of reductions."""
+    """One kernel has 400 consecutive ops, too many for three nested Python calls per op. The other kernel has reductions of reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

@@ -40,7 +40,7 @@ def test_coordinates() -> None:
 
 
 def test_user_names_that_generated_code_also_uses() -> None:
-    """Tensors that are named rank and route, and two meshes of the same ranks."""
+    """Tensors have the names rank and route, and there are two meshes of the same ranks."""
     first, turned = LINE.ranks([0, 1]), LINE.ranks([1, 0])
 
     @hw.fusion(mesh=LINE, rank=hw.f32["4@x", "6"].on(first), route=hw.f32["4", "6@x"].on(turned))

@@ -14,8 +14,8 @@ from hostweave.host_ir.ir import HostProgram
     ("name", "cpp"),
     [
         ("x", "x"),
-        ("_x", "x_1"),  # names with a leading underscore are reserved for the C++ compiler
-        ("x_", "x_1"),  # a trailing underscore marks a member
+        ("_x", "x_1"),  # Names with a leading underscore are reserved for the C++ compiler.
+        ("x_", "x_1"),  # A trailing underscore marks a member.
         ("a__b", "a_b_1"),
         ("_", "v_1"),
         ("int", "int_1"),
@@ -23,7 +23,7 @@ from hostweave.host_ir.ir import HostProgram
         ("stream", "stream_1"),
         ("cudaMalloc", "v_cudaMalloc_1"),
         ("INFINITY", "INFINITY_1"),
-        ("(2*M - 1)_x", "v_2_M_1_x_1"),  # the local rows of a concat
+        ("(2*M - 1)_x", "v_2_M_1_x_1"),  # This name stands for the local rows of a concat.
     ],
 )
 def test_one_name(name: str, cpp: str) -> None:
@@ -79,7 +79,7 @@ def test_no_name_of_the_user_collides() -> None:
 
 
 def test_no_composed_name_collides() -> None:
-    """No user name collides with a composed name. Local sizes are named after a size and axes, and elements after a value and an index."""
+    """Local sizes are named after a size and axes. Elements are named after a value and an index. A user name may equal such a name."""
     mesh = hw.Mesh(a=2, b=2, a_b=2)
     sizes = {"x": hw.f32["N@a,b"], "y": hw.f32["N@a_b"], "z": hw.f32["N_a@a_b"], "w": hw.f32["N_block_2@a", "N_a_b@b"]}
 
@@ -93,7 +93,7 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """Meshes of the same ranks with other axes, with the axes in another order, and with the ranks in another order."""
+    """The second mesh has other axes, or the axes or the ranks in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

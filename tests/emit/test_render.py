@@ -40,7 +40,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
 
 
 def test_a_member_call_declares_no_variable() -> None:
-    """A call of a member function such as `channel_d_.rank()` does not cause a variable `rank` to be declared."""
+    """A call of a member function, such as `channel_d_.rank()`, declares no variable `rank`."""
     body = "  gather %x -> %y to 0 on d\n}\n"
     block = f"function @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
     text = f"{block}host @f(%x: f32[4], %z: f32[size]) -> (%y: f32[8]) mesh(d=2) {{\n  call @b %x -> %y\n}}\n"

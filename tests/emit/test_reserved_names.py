@@ -1,6 +1,6 @@
 """User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
 
-The names are collected from those files. Programs use the names for dims, inputs, axes, kernels, blocks, streams and indices.
+The test collects the names from those files. Programs use the names for dims, inputs, axes, kernels, blocks, streams and indices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
-# Names that cannot collide: a parameter of constructors, where user names occur only as members, and words of the preprocessor.
+# Names that cannot collide: words of the preprocessor, and a parameter of constructors that contain user names only as members.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
 # Templates in which user names can occur only as members, or not at all.
@@ -55,7 +55,7 @@ def of_headers() -> set[str]:
 
 @cache
 def macros(*folders: Path) -> frozenset[str]:
-    """Macros that are defined if a program includes all headers of the runtime, and indirectly all other headers."""
+    """Macros that are defined if a program includes all headers of the runtime, and thus all other headers."""
     headers = [f"hostweave/{path.name}" for path in (RUNTIME / "include" / "hostweave").glob("*.h")]
     text = "".join(f"#include <{header}>\n" for header in (*headers, *STANDARD))
     command = [str(find_compiler()), "-std=gnu++20", "-dM", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders), "-"]
@@ -114,10 +114,10 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """All collected names, and some macros, except names that programs cannot have: reserved identifiers, and keywords of the IR."""
+    """All collected names, and some macros. Omits names that programs cannot have: reserved identifiers, and keywords of the IR."""
     found = of_templates() | of_headers() | C_FUNCTIONS
     defined = macros(*CPU_INCLUDES) if cuda.find_cuda().missing else macros(*CPU_INCLUDES) | macros(*folders_of("cuda"))
-    found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # another test uses all macros
+    found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # Another test uses all macros.
     return sorted(name for name in found if not name.startswith("_") and name not in GRAMMAR)
 
 
@@ -129,8 +129,7 @@ A_PROGRAM = 8  # largest number of names per program, because the text of a prog
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with programs that use all names. One program.cpp includes the program.cpp of every program, and one kernels.cu includes the
-    kernels.cu of every program."""
+    """Folder with programs that use all names. One program.cpp and one kernels.cu include the files of all programs."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):
@@ -142,7 +141,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("unusual_names")  # so that one worker renders the programs once
+@pytest.mark.xdist_group("unusual_names")  # One worker renders the programs only once.
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
     includes = [f"-I{path}" for path in folders_of(target)]
@@ -154,7 +153,7 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """Compiles only names of templates and of C, and some other names that are not macros. NVRTC takes a quarter of a second per kernel."""
+    """Compiles names of templates and of C, and some other names that are not macros. NVRTC takes a quarter of a second per kernel."""
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

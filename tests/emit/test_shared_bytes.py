@@ -1,4 +1,4 @@
-"""The comment in `prepare` about buffers that may share bytes, compared with the live ranges that the function records."""
+"""The comment in `prepare` lists buffers that may share bytes. The tests compare it with the live ranges that the function records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def groups(plan: str) -> list[list[str]]:
 
 
 def in_use(plan: str) -> list[set[str]]:
-    """The set of live buffers after each call of `allocate`, `free` or `join` in `prepare`."""
+    """Returns the set of live buffers after each call of `allocate`, `free` or `join` in `prepare`."""
     used: dict[str, str] = {}  # for each live buffer, the pool of streams in which it was allocated, or ""
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
@@ -45,7 +45,7 @@ def in_use(plan: str) -> list[set[str]]:
 def test_buffers_that_share_bytes_have_disjoint_live_ranges(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
-    assert shared or make.__name__ == "attention"  # attention is a single call, without temporaries that could share bytes
+    assert shared or make.__name__ == "attention"  # Attention is a single call. It has no temporaries that could share bytes.
     assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
     for plan in plans:
         for group in groups(plan):

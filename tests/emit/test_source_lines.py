@@ -46,7 +46,7 @@ def test_any_line_is_one_comment(tmp_path: Path) -> None:
     ]
     assert all(re.fullmatch(r"[ -~]{1,120}", line) for line in found)
     bare = "\n".join(line for line in cpp.splitlines() if line.strip() not in found)
-    assert bare + "\n" == render(HostProgram.parse(str(host)))["program.cpp"]  # parsed text has no source lines
+    assert bare + "\n" == render(HostProgram.parse(str(host)))["program.cpp"]  # Parsed text has no source lines.
     (tmp_path / "comments.cpp").write_text("".join(f"{line}\nint line_{i};\n" for i, line in enumerate(found)))
     flags = ["-std=c++14", "-trigraphs", "-Wall", "-Wextra", "-Werror"]
     listed = subprocess.run(["g++", *flags, "-S", "-o", "-", "comments.cpp"], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -65,8 +65,7 @@ def test_source_that_cannot_be_read() -> None:
 
 
 def test_lines_that_moved_are_the_same_program(tmp_path: Path) -> None:
-    """The cache key of a program is its IR. The cache key of an object is its source, in which comments keep their lines but not
-    their text."""
+    """The IR is the cache key of a program. The source is the cache key of an object; comments count only by their number of lines."""
     first, second = (program(tmp_path, (*before, "a = hw.relu(x)")) for before in ((), ("import math", "import math")))
     assert str(first) == str(second)
     texts = [render(host)["program.cpp"] for host in (first, second)]

@@ -107,7 +107,7 @@ def build(folder: Path, *options: str, patch: pytest.MonkeyPatch, capsys: pytest
     for name, value in QUICK.items():
         patch.setenv(name, value)
     patch.setenv("SKBUILD_CMAKE_BUILD_TYPE", "Debug")
-    patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # builds with the installed packages
+    patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip builds with the installed packages.
     (folder / "programs.py").write_text(PROGRAMS)
     assert main(["export", "--wheel", "2.1", *options, f"{folder / 'programs.py'}:recurrent", str(folder / "project")]) == 0
     return Path(capsys.readouterr().out.strip())
@@ -117,7 +117,7 @@ def use(wheel: Path, folder: Path) -> list[str]:
     """Installs only the wheel. Returns the output of USE with ranks as threads, and of each of two processes."""
     site = folder / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # next to the module, as pip installs it
+    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # pip installs this package next to the module.
     (folder / "use.py").write_text(USE)
     processes = [
         subprocess.Popen(
@@ -138,7 +138,7 @@ def use(wheel: Path, folder: Path) -> list[str]:
 def expect_refusals(printed: str) -> None:
     kind, sizes, number = printed.splitlines()
     assert kind == "recurrent: state_3: a float64 array of shape [5, 6] is given; pass a f32[M@x, K]"
-    assert re.search(r"w_1: expected f32\[K, local\(K, x\)\], here f32\[5, [23]\], got f32\[6, 3\]", sizes)  # either rank may raise first
+    assert re.search(r"w_1: expected f32\[K, local\(K, x\)\], here f32\[5, [23]\], got f32\[6, 3\]", sizes)  # Either rank may raise first.
     assert "7 arrays; pass 8: x, " in number
 
 
@@ -150,7 +150,7 @@ def test_a_wheel_runs_without_hostweave(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.gpu
-@pytest.mark.slow  # builds the runtime: 30 s
+@pytest.mark.slow  # The test builds the runtime, which takes 30 s.
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
 def test_a_wheel_runs_on_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CMAKE_ARGS", " ".join(for_cuda()))

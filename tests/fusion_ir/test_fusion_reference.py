@@ -128,8 +128,8 @@ def test_tolerance_covers_the_scores_of_a_softmax_and_not_much_more(head: int) -
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
 def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
-    """The tolerance grows at most with the square root of the number of terms. A sum of 16 times as many random terms is about 4 times as
-    large."""
+    """A sum of 16 times as many random terms is about 4 times as large. So the tolerance grows at most with the square root of the number
+    of terms."""
     for length in (1 << 10, 1 << 14, 1 << 26):
         assert tolerance(dtype, 16 * length).atol <= 4 * tolerance(dtype, length).atol
 
@@ -139,7 +139,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """Tests the reference of exported projects: every program on one device, with its functions, pipelines and slices."""
+    """Every program of the tests runs on one device, with its functions, pipelines and slices. Exported projects use this reference."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

@@ -71,9 +71,9 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """Values are named after variables of the function, and of functions that it calls. A variable may be assigned several times.
+    """A value is named after a variable of the function, or of a function that it calls. A variable may be assigned several times.
 
-    An argument keeps the name that its value had in the caller.
+    An argument keeps the name of its value in the caller.
     """
     fusion = trace(
         "def layer(h, w):\n    product = h @ w\n    gated = product * hw.sigmoid(product)\n    return gated\n"

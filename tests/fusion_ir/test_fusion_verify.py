@@ -204,11 +204,11 @@ WRONG = [
     *(
         (10, right, wrong, "its steps do not lead from f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
         for right, wrong in (
-            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # a block that the destination does not need
-            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank that does not have the block
+            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # The destination does not need this block.
+            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # The source does not have this block.
             ("3[0] -> 0[1]", "3[2] -> 0[1]"),
-            ("3[0] -> 0[1], ", ""),  # one block is missing
-            ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # one block is sent twice
+            ("3[0] -> 0[1], ", ""),  # One block is missing.
+            ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # One block is sent twice.
             ("(1, 2) to (2, 1)", "(1, 1) to (2, 1)"),
             ("(1, 2) to (2, 1)", "(2,) to (2, 1)"),
         )

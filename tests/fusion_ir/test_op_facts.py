@@ -1,4 +1,4 @@
-"""Tests properties in the op table that passes rely on, over a finite field: linearity, and dims that may be sharded."""
+"""Properties in the op table that passes rely on, tested over a finite field: linearity, and dims that may be sharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # examples for ops that only accept floats or some dims
+OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # Examples for ops that accept only floats or only some dims.
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
 }
@@ -144,7 +144,7 @@ def expect_linear(case: Case, fact: str) -> None:
     shape = next(x.value.shape for x in xs if isinstance(x, Lanes))
     zero = np.zeros(shape)
     xs, ys = ([x if isinstance(x, Lanes) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
-    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # so that operands differ, even if one value is used twice
+    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # Operands differ even if one value is used twice.
     with np.errstate(all="ignore"):
         if fact == "first":
             assert same(case.run([add(xs[0], ys[0]), *xs[1:]]), add(case.run(xs), case.run([ys[0], *xs[1:]])))
@@ -166,7 +166,7 @@ def test_nonlinear_ops_are_detected(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block, or a partial sum, of the result.
+    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block of the result, or a partial sum.
 
     Returns the number of tested labels.
     """
@@ -180,8 +180,8 @@ def expect_shared(case: Case) -> int:
             for rank in range(RANKS)
         ]
         if any(part is None for block in blocks for part in block):
-            continue  # a dim of odd size cannot be halved
-        if case.op.kind in GROUPED and label == "t":  # groups count rows of all ranks, so a rank needs the index of its first row
+            continue  # A dim of odd size cannot be halved.
+        if case.op.kind in GROUPED and label == "t":  # Groups count rows of all ranks, so a rank needs the index of its first row.
             blocks = [[*block, rank * len(block[0])] for rank, block in enumerate(blocks)]
         whole = case.run(case.operands[0])
         if label in indices.result:
@@ -229,7 +229,7 @@ def test_every_op_is_tested() -> None:
     with np.errstate(all="ignore"):
         shared = {case.op.kind for kind in FUSIONS for case in cases(FUSIONS[kind], RANDOM_EXP) if expect_shared(case)}
     gradients = {kind for kind in OPS if kind.startswith("attention_")}
-    have_no_facts = {"call", "repeat", "kernel", "output"}  # the callee's ops have facts; users state the types of kernels
+    have_no_facts = {"call", "repeat", "kernel", "output"}  # The ops of the callee have facts. Users state the types of kernels.
     assert set(OPS) == shared | gradients | {"iota", "fill", "renumber", *STEPS} | have_no_facts
     assert {kind for kind, op in OPS.items() if op.linear} <= set(FUSIONS) | {"renumber"}
 
@@ -253,7 +253,7 @@ RENUMBERED = """fusion @r(%x: f64[M@x, N]) mesh(x=2) {
 
 
 def test_renumber_moves_no_element() -> None:
-    """The op `renumber` changes no local rows of a rank, only their positions in the global tensor."""
+    """The op `renumber` changes only the positions of rows in the global tensor, not the local rows of a rank."""
     fusion = Fusion.parse(RENUMBERED)
     case = only(fusion, "renumber")
     expect_linear(case, OPS["renumber"].linear)
@@ -265,7 +265,7 @@ def test_renumber_moves_no_element() -> None:
 
 
 PARTIAL = "%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))\n"
-STEPS = {  # steps of reshards, on a mesh of 2 x 2
+STEPS = {  # Steps of reshards, on a mesh of 2 x 2.
     "all_gather": ("M@x", "%y: f32[M, K] pinned = reshard(%x)"),
     "shard": ("M", "%y: f32[M@x, K] pinned = reshard(%x)"),
     "permute_shards": ("M@x,y", "%y: f32[M@y,x, K] pinned = reshard(%x)"),
@@ -279,7 +279,7 @@ STEPS = {  # steps of reshards, on a mesh of 2 x 2
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_of_a_reshard_keeps_the_values(kind: str) -> None:
-    """The program of a fusion with only this step gives the results of the fusion, at even and uneven sizes."""
+    """A program with only this step has the results of the fusion, at even and uneven sizes."""
     dim, body = STEPS[kind]
     fusion = Fusion.parse(f"fusion @f(%x: f32[{dim}, K]) mesh(x=2, y=2) {{\n{body}\nreturn %y\n}}\n")
     made = stages(fusion, Options())

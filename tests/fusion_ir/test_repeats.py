@@ -1,5 +1,4 @@
-"""Repeats: which calls become a repeat, text, verifier rules, results compared with NumPy, and faults that the check finds in their
-loops."""
+"""Repeats: which calls become a repeat, text, verifier rules, results compared with NumPy, and faults that the check detects."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
-    """Each call takes the next element of one tensor, as layers take random seeds. The repeat then takes a slice of this tensor."""
+    """Each call takes the next element of one tensor, such as a random seed per layer. The repeat then takes a slice of this tensor."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
     def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
@@ -118,9 +117,9 @@ def test_repeated_calls_become_one_repeat(backward: bool) -> None:
     ("function", "repeats"),
     [
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_1"]), 1),
-        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # names without consecutive numbers
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # These names have no consecutive numbers.
         (lambda layer, x, w: layer(layer(x, w["w_1"]), w["w_0"]), 1),
-        (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # another op is between the calls
+        (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # Another op is between the calls.
         (lambda layer, x, w: layer(x, w["w_0"]) + layer(x, w["w_1"]), 1),
         (lambda layer, x, w: layer(x, w["w_0"]), 0),
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_0"]), 1),
@@ -142,7 +141,7 @@ def test_number_of_repeats(function: Any, repeats: int) -> None:
 
 
 def test_a_first_layer_that_differs_keeps_its_inputs_apart() -> None:
-    """The inputs of the other layers form groups, which do not include u_0 and w_0, the inputs of the first layer."""
+    """The inputs of the other layers form groups. The groups do not include u_0 and w_0, the inputs of the first layer."""
 
     @hw.block(x=hw.f32["M@x", "E"], u=hw.f32["E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, u: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -258,8 +257,8 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
-    """The backward pass uses the input of each layer, which is a result of the previous layer. Gradients are resharded where they are
-    used."""
+    """A backward pass uses the input of each layer, and this input is a result of the previous layer. Gradients are resharded where they
+    are used."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -321,7 +320,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls of layers, and then calls in reverse order, as in a backward pass. Each later call reads the input and result of a layer."""
+    """A backward pass: calls of layers, and then calls in reverse order. Each later call reads the input and the result of a layer."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -366,7 +365,7 @@ def test_a_value_between_calls_of_tied_weights_is_used() -> None:
 
 
 def test_a_program_is_the_same_in_each_process() -> None:
-    """Repeats do not depend on the order of sets of strings, which differs between processes."""
+    """The order of sets of strings differs between processes."""
     path, ours = os.pathsep.join(sys.path), str(taken_again())
     command = [sys.executable, "-c", "from test_repeats import taken_again; print(taken_again(), end='')"]
     for seed in "13":

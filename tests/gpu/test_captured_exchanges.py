@@ -1,5 +1,5 @@
 """CUDA graphs of programs that communicate by puts, gets and signals. Ranks are threads or processes. Tests replay graphs, call the program
-between replays, and use automatic capture."""
+between replays, and capture automatically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hostweave.types.tensor import block_of
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
-NAMES = (*LOOPS, "exchanges", "permutes")  # the last two have all kinds of communication outside of loops
+NAMES = (*LOOPS, "exchanges", "permutes")  # The last two programs have all kinds of communication outside of loops.
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= len(gpus())]
 REPLAYS = 4
 
@@ -46,7 +46,7 @@ def of_name(name: str, transport: str, ranks: int, graph: str | None = None) -> 
 
 
 class Arrays:
-    """Arrays of one rank for a program. Tests change the values."""
+    """Arrays of one rank for a program. Tests change the values of the arrays."""
 
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
@@ -74,15 +74,15 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """Replays a graph with new values. A call between replays uses larger arrays, which need more memory. A call after the last replay
-    uses the graph's arrays."""
+    """Replays a graph with new values. A call between replays has larger arrays, and needs more memory. A call after the last replay uses
+    the arrays of the graph."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)
     for seed in range(REPLAYS):
         arrays.fill(seed)
         arrays.expect(step())
-        step()  # a launch directly before another launch
+        step()  # One launch directly precedes another launch.
         arrays.expect(step())
         if seed % 2:
             other = larger if seed == 1 else arrays
@@ -92,7 +92,7 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """All ranks start to use graphs at the same call, although ranks pass their arrays in different orders. Later calls pass larger arrays,
+    """All ranks start to use graphs at the same call, although they pass their arrays in different orders. Later calls pass larger arrays,
     and new arrays on rank 0."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)

@@ -67,7 +67,7 @@ def what_layers_give(x: Any, up: Any, down: Any) -> tuple[Any, Any]:
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Inputs of -1, 0 and 1, generated on the CPU. Sums are exact, and all ranks generate the same inputs."""
+    """Inputs of -1, 0 and 1, generated on the CPU. So sums are exact, and all ranks have the same inputs."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
@@ -114,8 +114,8 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """Replays the graphs of two programs in each of 100 rounds. The MLP has new inputs in each round, and is also called: in 10 rounds with
-    more tokens, and in 10 other rounds with the graph's arrays."""
+    """Replays the graphs of two programs in each of 100 rounds. The MLP has new inputs in each round. The MLP is also called: in 10 rounds
+    with more tokens, and in 10 other rounds with the arrays of the graph."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -140,8 +140,8 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """The graph has no nodes for NCCL's events: the launch itself waits for these events and records them. Some launches are followed by
-    an uncaptured call."""
+    """The graph has no nodes for the events of NCCL. The launch waits for these events and records them instead. Uncaptured calls follow
+    some launches."""
     program = layers_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -163,13 +163,13 @@ def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-# (M, N, K) of matmuls for which cuBLASLt splits K, and first sets counters or partial sums to zero by a memset.
+# (M, N, K) of matmuls for which cuBLASLt splits K. cuBLASLt then sets counters or partial sums to zero by a memset.
 PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024), (2048, 3584, 512))
 
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int]) -> None:
-    """Tests the results of replays. The test does not look at the nodes of the graph."""
+    """Tests only the results of replays, not the nodes of the graph."""
     rows, columns, terms = shape
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16["T", "E"], w=hw.bf16["E", "F"], v=hw.bf16["F", "E"])
@@ -196,7 +196,7 @@ def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int])
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> None:
-    """The program orders launches and calls. A call on another stream waits for the previous launch. A launch waits for the previous
+    """The program orders launches and calls on different streams. A call waits for the previous launch. A launch waits for the previous
     call."""
     program = mlp_on(ranks)
 
@@ -237,7 +237,7 @@ def test_calls_are_captured_automatically(ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
 def test_a_rank_that_does_not_launch() -> None:
-    """If a rank does not launch, the watchdog ends the launches of the other ranks, and names the call."""
+    """The watchdog ends the launches of the other ranks, and names the call."""
     program, threads = mlp_on(2), hw.Threads(2)
     captured, failed = threading.Barrier(2), threading.Event()
 
@@ -250,7 +250,7 @@ def test_a_rank_that_does_not_launch() -> None:
             step = program.capture(mine.x, *mine.weights)
             expect(step(), want)
             captured.wait(60)
-            group.call_timeout = 3  # set only now, because planning may take longer
+            group.call_timeout = 3  # The time-out is set only now, because planning may take longer.
             if rank == 1:
                 failed.wait(60)
                 return
@@ -271,10 +271,10 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
-    """Replays a torch graph of two programs and torch ops, between calls. Then another capture fails, and a call and a replay follow."""
+    """Replays a torch graph of two programs and torch ops, between calls. Then another capture fails. Then a call and a replay follow."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
-    for one in (program, other):  # builds, connects and allocates before the capture
+    for one in (program, other):  # This builds, connects and allocates before the capture.
         one(mine.x, *mine.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -304,7 +304,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
 
 
 def fails(program: hw.Program, mine: Rank) -> None:
-    """Tries to capture a call with shapes for which the program is not prepared. The call raises an error, and torch ends the capture."""
+    """Tries to capture a call with unprepared shapes. The call raises an error, and torch ends the capture."""
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -324,8 +324,8 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 launches its graph before rank 1 does. Meanwhile, the recorded progress of rank 0 names the line that waits, and the expected
-    ranks. Each rank launches its graph twice."""
+    """Rank 0 launches its graph before rank 1 does. The progress of rank 0 then names the line that waits, and the expected ranks. Each
+    rank launches its graph twice."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 
@@ -363,7 +363,7 @@ def test_in_a_graph_of_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
 def test_puts_in_a_graph(ranks: int) -> None:
-    """Launches of a graph, and calls between them, use the same signals."""
+    """Launches of a graph and calls between them use the same signals."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -476,8 +476,8 @@ def test_a_first_call_in_a_capture_is_refused() -> None:
 
 
 def test_a_query_on_another_thread_does_not_end_a_capture() -> None:
-    """Another thread queries the state of calls, as the watchdog does, while torch captures. In torch's default mode CUDA forbids unsafe
-    calls on all threads, so a query that makes such a call would end the capture."""
+    """While torch captures, another thread queries the state of calls, as the watchdog does. In torch's default mode, CUDA forbids unsafe
+    calls on all threads. A query that makes such a call would end the capture."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:

@@ -22,7 +22,8 @@ WINDOW = 100
 
 @cache
 def masks(t: DType, size: int, group: int) -> Fusion:
-    """Attention without a mask, with both causal masks, and with a window. Queries and keys are in [B, H, S, D], values in [S, B, H, D]."""
+    """Attention without a mask, with both causal masks, and with a window. Queries and keys are [B, H, S, D], and values are [S, B, H,
+    D]."""
 
     @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
     def masks(q, k, v):  # type: ignore[no-untyped-def]
@@ -38,8 +39,8 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """Attention with one projection that contains 8 heads of queries, one head of keys and one head of values. The stride along the single
-    key head is arbitrary."""
+    """Attention with one projection. The projection contains 8 heads of queries, one head of keys and one head of values. The stride along
+    the single key head may have any value."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -85,7 +86,7 @@ def test_operands_that_are_not_aligned() -> None:
     memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
     value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
     group = hw.init()
-    with pytest.raises(ExecutionError, match="misaligned address"):  # `run` would copy the array to an aligned address
+    with pytest.raises(ExecutionError, match="misaligned address"):  # `run` would copy the array to an aligned address.
         compiled(masks(hw.bf16, 128, 8), "cuda")(memory, memory[:, :1].clone(), value, group=group)
     group.close()
 
@@ -103,7 +104,7 @@ def cached(t: DType, rows: int, size: int) -> Fusion:
 
 @pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
 def test_lengths(rows: int, dtype: DType, size: int) -> None:
-    """Attention of tokens to a partially filled cache. The result of a row that attends to no column is zeros."""
+    """Tokens attend to a partially filled cache. The result of a row that attends to no column is zeros."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
@@ -194,9 +195,8 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_shifted_diagonals(diagonal: int) -> None:
-    """Causal diagonals of a rank that has a shard of the rows or keys. The first rows may attend to no column, and the last columns may be
-    hidden from all rows.
-    """
+    """Causal diagonals of a rank with a shard of the rows or keys. The first rows may attend to no column. No row may attend to the last
+    columns."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
@@ -242,7 +242,7 @@ def test_parts_of_merged_projections(batch: int) -> None:
     ],
 )
 def test_errors(type: str, operand: str, why: str) -> None:
-    """Errors that only handwritten host IR can cause: lowering decomposes attention with unsupported heads, and copies unsupported
+    """Only handwritten host IR can cause these errors, because lowering decomposes attention with unsupported heads and copies unsupported
     operands."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
@@ -257,7 +257,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """Attention that cuDNN does not support: lengths whose diagonal does not start at row 0, and misaligned operands, which are copied."""
+    """cuDNN lacks lengths with a diagonal that does not start at row 0. It also lacks misaligned operands, so these are copied."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
@@ -315,7 +315,7 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
     ],
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
-    """Packed sequences by cuDNN and by Hostweave's kernels, with empty sequences, and tokens outside of sequences."""
+    """Packed sequences by cuDNN and by Hostweave's kernels. Some sequences are empty, and some tokens are in no sequence."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)

@@ -22,7 +22,7 @@ def epilogues(t: DType) -> Fusion:
     @hw.fusion(x=t["M", "K"], w=t["K", "N"], wt=t["N", "K"], b=t["N"], r=t["M", "N"], z=t[2, "M", "K"])
     def epilogues(x, w, wt, b, r, z):  # type: ignore[no-untyped-def]
         g = hw.matmul(z, wt.T)
-        return (  # matmuls with different operands, because equal matmuls would be computed only once, and then have no epilogue
+        return (  # The operands of the matmuls differ. Equal matmuls would be computed only once, and then have no epilogue.
             hw.matmul(x, w) + b,
             hw.relu(hw.matmul(z[0], w)),
             hw.relu(hw.linear(x, wt, b)),
@@ -38,7 +38,7 @@ def epilogues(t: DType) -> Fusion:
 @pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16], ids=str)
 def test_matches_numpy(dtype: DType) -> None:
     fusion = epilogues(dtype)
-    assert len(lowered(fusion).kernels) == (2 if dtype == hw.f32 else 0)  # because the gelu of cuBLASLt is too inaccurate for f32
+    assert len(lowered(fusion).kernels) == (2 if dtype == hw.f32 else 0)  # The gelu of cuBLASLt is too inaccurate for f32.
     for m, k, n in SIZES:
         arrays = random_arrays(fusion, {"M": m, "K": k, "N": n}, seed=m + k + n)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))

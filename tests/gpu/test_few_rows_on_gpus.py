@@ -1,4 +1,4 @@
-"""Matmuls of up to 8 rows by Hostweave's kernels, and of 9 rows by cuBLASLt, on one GPU, compared with NumPy in float64."""
+"""Matmuls of up to 8 rows by Hostweave's kernels, and of 9 rows by cuBLASLt. One GPU, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [
     (8, 34, 1000),
     (3, 6, 4),
     (5, 14336, 72),
-    (7, 2056, 4000),  # sizes for which the kernel uses pairs of large thread blocks
+    (7, 2056, 4000),  # For these sizes, the kernel uses pairs of large thread blocks.
     (2, 8, 40000),
     (6, 4096, 1024),
 ]
@@ -33,19 +33,19 @@ def products(t: DType) -> Fusion:
         return (
             hw.matmul(x, w) + r,
             hw.matmul(x, wt.T) * 0.5 + b,
-            hw.matmul(z, w),  # for few rows, one kernel computes the products of the batch
+            hw.matmul(z, w),  # For few rows, one kernel computes the products of the batch.
             hw.matmul(z, v),
             hw.silu(hw.matmul(z[0], w)) * hw.matmul(z[0], v[1]),
             hw.silu(hw.matmul(z[1], wt.T)) * r + b,
             hw.maximum(hw.matmul(x, w), hw.matmul(x, v[0])) - hw.matmul(x, v[1]),
-            hw.matmul(x[:, ::2], w[::2]),  # not contiguous, so both are copied first
+            hw.matmul(x[:, ::2], w[::2]),  # Both operands are copied first, because they are not contiguous.
         )
 
     return products
 
 
 def scaled(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Scales weights so that products are about as large as the other operand. The GPU's exp is less accurate for large arguments."""
+    """Scales weights so that products are about as large as the other operand. The exp of the GPU is less accurate for large arguments."""
     k = arrays["x"].shape[-1]
     return {name: (array * k**-0.5).astype(array.dtype) if name in ("w", "wt", "v") else array for name, array in arrays.items()}
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls on one GPU: results are close to float64 for several routings, layouts and sizes. In graphs, offsets change between
+"""Grouped matmuls on one GPU. Results are close to float64 for several routings, layouts and sizes. In graphs, offsets change between
 replays."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number. A sum of n products is within n units of the sum
-# of their absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow: 2.2).
+# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number. A sum of n products has an error of at most n
+# units of the sum of their absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow: 2.2).
 UNITS = {
     hw.f64: (2.0**-53, 0.0, 0.0),
     hw.f32: (2.0**-24, 0.0, 0.0),
@@ -68,7 +68,7 @@ def test_every_routing(dtype: hw.DType) -> None:
 
 
 def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> list[Any]:
-    """Expected values of the three results of `program`, in float64."""
+    """Expected results of `program`, in float64."""
     (t, k), (experts, _, n) = x.shape, w.shape
     made = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((t, n), (t, n), (experts, k, n))]
     for e, (start, end) in enumerate(pairwise([0, *ends])):
@@ -78,7 +78,7 @@ def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> 
 
 
 def test_offsets_change_between_replays() -> None:
-    """The host does not read offsets, so a captured graph gives right results for other offsets."""
+    """A captured graph gives right results for new offsets, because the host does not read offsets."""
     torch: Any = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     compiled, (t, experts, k, n) = program(hw.bf16), SIZES[1]
     x, w, v, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((t, k), (experts, k, n), (experts, n, k), (t, n)))

@@ -1,4 +1,4 @@
-"""Reports of hangs on GPUs. In most tests, two ranks are processes that use one GPU, and signal each other by transport `peer`."""
+"""Reports of hangs on GPUs. In most tests, two ranks are processes that share one GPU, and signal each other by transport `peer`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gathered_by_puts(x, w):
 
 
 def with_fault(folder: Path) -> hw.Program:
-    """The program with edited C++: rank 1 omits a signal if an environment variable is set."""
+    """Edits the C++ of the program. If an environment variable is set, rank 1 omits a signal."""
     os.environ["HOSTWEAVE_EDIT"] = str(folder)
     options = hw.Options(transport="peer")
     _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder
@@ -62,9 +62,9 @@ def hang(folder: str, how: str) -> None:
     if how == "signal":
         os.environ["HOSTWEAVE_TEST_FAULT"] = "1"
     if how == "signal" or group.rank == 0:
-        for _ in range(3 if how == "graph" else 1):  # several launches, so that the host is ahead of the GPU
+        for _ in range(3 if how == "graph" else 1):  # With several launches, the host is ahead of the GPU.
             call()
-    torch.cuda.synchronize()  # ends when the watchdog has aborted the channel
+    torch.cuda.synchronize()  # This call returns when the watchdog has aborted the channel.
     while not group.failure:
         torch.cuda.synchronize()
     try:
@@ -94,7 +94,7 @@ def report_of(folder: Path, how: str) -> str:
 
 
 def test_a_signal_that_is_lost(tmp_path: Path) -> None:
-    """The report names the signal, and the rank that should have sent it."""
+    """The report names the signal, and the rank that omitted the signal."""
     report = report_of(tmp_path, "signal")
     assert "call 2 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 0: gathered_by_puts: 2 calls, 1 done" in report, report
@@ -107,7 +107,8 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. With this variable set, the report names lines."""
+    """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. If this variable is set, the report names
+    lines."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report

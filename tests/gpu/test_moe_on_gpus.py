@@ -1,4 +1,5 @@
-"""Mixtures of experts on GPUs: the layer and its gradients for each of ROUTINGS, and a graph whose routing changes between replays."""
+"""Mixtures of experts on GPUs. Tests the layer and its gradients for each of ROUTINGS, and a graph whose routing changes between
+replays."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_every_routing(ranks: int) -> None:
         without = {name: array for name, array in given.items() if name != "dy"}
         first = compiled["moe"].run(**without)
         np.testing.assert_allclose(first, y, rtol=1e-3, atol=1e-3)
-        np.testing.assert_array_equal(first, compiled["moe"].run(**without))  # results are deterministic
+        np.testing.assert_array_equal(first, compiled["moe"].run(**without))  # Results are deterministic.
         for got, want in zip(compiled["moe_backward"].run(**given), gradients, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 

@@ -1,6 +1,5 @@
-"""`argsort`, `top_k` and `group_order` on a GPU, compared with NumPy's stable sort: ties, NaNs and zeros, several dtypes, and row lengths
-near the tile size.
-"""
+"""`argsort`, `top_k` and `group_order` on a GPU, compared with NumPy's stable sort. Rows have ties, NaNs and zeros, several dtypes, and
+lengths near the tile size."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def test_long_rows_by_all_blocks(dtype: str) -> None:
         for kind in KINDS:
             x = rows(dtype, shape, kind)
             up, down = order(x, False), order(x, True)
-            for _ in range(3):  # a launch must reset its counters for the next launch
+            for _ in range(3):  # A launch must reset its counters for the next launch.
                 first, values, some = (got.cpu() for got in program.run(x.cuda()))
             np.testing.assert_array_equal(first.numpy(), up, err_msg=f"{shape} {kind}")
             np.testing.assert_array_equal(some.numpy(), down[:, :2500], err_msg=f"{shape} {kind}")
@@ -91,7 +90,7 @@ def test_group_order(groups: int) -> None:
 
     program = hw.compile(ordered, target="cuda")
     for shape in ((1, 1), (3, 7), (2, 1025), (1, 2048), (1, 65_537)):
-        for most in (1, groups + 1):  # all elements in one group, or in random groups
+        for most in (1, groups + 1):  # All elements are in one group, or in random groups.
             x = torch.from_numpy(np.random.default_rng(0).integers(0, most, shape).astype(np.int32))
             wanted = OPS["group_order"].numpy(np, x.numpy(), axis=1, groups=groups)
             rows, columns = (got.cpu().numpy() for got in program.run(x.cuda()))

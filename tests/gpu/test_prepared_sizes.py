@@ -1,4 +1,4 @@
-"""`program.prepare` on a GPU: afterwards, calls with varying sizes neither plan nor allocate."""
+"""After `program.prepare` on a GPU, calls with varying sizes neither plan nor allocate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
         grown = []
-        for _ in range(8):  # a leak grows in every round, but other processes allocate only in some rounds
+        for _ in range(8):  # A leak grows in every round. Other processes allocate only in some rounds.
             before = torch.cuda.mem_get_info()[0], resident_bytes()
             for i, rows in enumerate(order):
                 model(x[:rows], out=out[:rows])

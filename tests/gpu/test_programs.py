@@ -150,7 +150,7 @@ def test_the_current_stream_of_torch_is_waited_for() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(0)):
         late = torch.zeros_like(x)
-        torch.cuda._sleep(300_000_000)  # cycles; the GPU is busy for a fraction of a second
+        torch.cuda._sleep(300_000_000)  # The unit is cycles. The GPU is busy for a fraction of a second.
         late += x
         y = program.run(x=late, w=w)
         np.testing.assert_array_equal(y.cpu().numpy(), want)
@@ -195,7 +195,7 @@ def test_calls_in_flight_with_one_hardware_queue() -> None:
 
 @hw.fusion(x=hw.f32["M", "N"])
 def back_and_forth(x):
-    """Program that alternates sums of columns and rows, so that kernels read data from many thread blocks of the previous kernel."""
+    """Alternates sums of columns and rows, so that kernels read data from many thread blocks of the previous kernel."""
     for _ in range(8):
         x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
         x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
@@ -203,8 +203,8 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None:
-    """Kernels with programmatic launch wait for the previous kernel. Each call has 16 such launches, and three calls are in flight. The
-    memory of the calls is first filled with NaN, so that a kernel that reads too early gives wrong results."""
+    """Each call has 16 programmatic launches, and three calls are in flight. The memory of the calls is first filled with NaN. So a kernel
+    that reads too early gives wrong results."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
@@ -227,7 +227,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
     fusion = fusion_of("matmul_ar_flat", ALL, 3, hw.f32)
     sizes = {"M": 3 * 2048, "K": ALL, "N": 4096}
     small, large = (integer_arrays(fusion, s, seed=0) for s in (sizes_of(fusion), sizes))
-    compiled(fusion, "cuda").run(**large)  # warm-up, which creates contexts and NCCL's buffers for this size
+    compiled(fusion, "cuda").run(**large)  # The warm-up creates contexts, and NCCL's buffers for this size.
     output = 4 * sizes["M"] * sizes["N"]
 
     def takes_and_frees(program: hw.Program) -> bool:
@@ -239,7 +239,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
         return takes and all(b - a < output / 8 for b, a in zip(before, free(), strict=True))
 
     programs = (hw.compile(fusion, target="cuda") for _ in range(3))
-    program = next(filter(takes_and_frees, programs), None)  # freed memory of earlier tests can hide the output of a round
+    program = next(filter(takes_and_frees, programs), None)  # Freed memory of earlier tests can hide the output of a round.
     assert program is not None
     with pytest.raises(ExecutionError) as error:
         program.run(**small)
@@ -275,7 +275,7 @@ def test_seeded_schedules_are_for_the_cpu() -> None:
     assert message == "set: seeded schedules exist on the CPU target only"
 
 
-# The time limit is 3 seconds per call. Two calls in flight together have 6 seconds.
+# The time limit is 3 seconds per call, so two calls in flight have 6 seconds.
 STUCK = """
 import os, signal, threading
 import numpy as np
@@ -319,7 +319,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
-    """Torch's allocator provides the memory of outputs for the stream of the call, and reuses the memory only on that stream."""
+    """Torch's allocator provides the memory of outputs for the stream of the call. It reuses the memory only on that stream."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, with transport `peer`, because NCCL refuses two ranks on one GPU. Processes can make calls and graphs; threads are
+"""Two ranks on one GPU, with transport `peer`, because NCCL refuses two ranks on one GPU. Processes can make calls and graphs. Threads are
 refused."""
 
 from __future__ import annotations

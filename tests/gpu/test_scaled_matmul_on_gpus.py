@@ -1,4 +1,5 @@
-"""Scaled matmuls of 8-bit floats on GPUs: results are close to float64 and, for some scales, as accurate as those of torch._scaled_mm."""
+"""Scaled matmuls of 8-bit floats on GPUs. Results are close to float64. For some scales, they are as accurate as those of
+torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# (M, K, N). For M up to 16 the kernel for few rows is used. This kernel has 256 or 512 threads per block. K may be smaller than one step of
+# (M, K, N). The kernel for few rows is used for M up to 16. This kernel has 256 or 512 threads per block. K may be smaller than one step of
 # all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
@@ -20,10 +21,10 @@ OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
 
 
 def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
-    """Bound of the error of each element: the result is rounded, and each step of 32 products keeps 14 bits of its largest term.
+    """Bound of the error of each element. The result is rounded. Each step of 32 products keeps 14 bits of its largest term.
 
     `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
-    Hopper. A step truncates 33 terms (32 products and the sum so far), each by less than 2^-13 of the largest term.
+    Hopper. A step truncates 33 terms (32 products and the sum so far). The error of each truncation is less than 2^-13 of the largest term.
     """
     return OUT[out] * abs(exact) + k / 32 * 2.0**-13 * terms
 
@@ -93,7 +94,7 @@ def test_quantised_and_transposed_by_one_kernel() -> None:
 
 
 def test_two_gpus() -> None:
-    """The rows of an operand, and their scales, are gathered in a put loop."""
+    """A put loop gathers the rows of an operand and their scales."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512
@@ -113,7 +114,7 @@ def test_two_gpus() -> None:
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p", "ring"])
 def test_quantised_rows_are_sent_with_their_scales(algorithm: str) -> None:
-    """Values and scales are gathered together. Rows have powers of 2 up to 8, and contain 8, so they are quantised exactly."""
+    """Values and scales are gathered together. Each row contains 8, and powers of 2 below 8, so rows are quantised exactly."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512

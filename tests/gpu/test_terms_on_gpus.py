@@ -36,7 +36,7 @@ def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> 
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Inputs of -1, 0 and 1, generated on the CPU. Sums are exact, and all ranks generate the same inputs."""
+    """Inputs of -1, 0 and 1, generated on the CPU. So sums are exact, and all ranks have the same inputs."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -77,7 +77,7 @@ def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: hw.DType) -> None:
-    """Sizes that do or do not fill whole packets, and sizes that NCCL reduces because they exceed the limit of a kernel.
+    """Sizes that do or do not fill whole packets. NCCL reduces the sizes that exceed the limit of a kernel.
 
     On 2 ranks, 16 rows of 8192 f32 elements have exactly the largest size for a kernel.
     """
@@ -95,7 +95,7 @@ def test_sums(dtype: hw.DType) -> None:
 
 
 def test_as_nccl_rounds() -> None:
-    """On two ranks the result equals NCCL's. On more ranks, each addition may round by half a unit in the last place of the partial
+    """On two ranks, the result equals NCCL's. On more ranks, each addition may differ by half a unit in the last place of the partial
     sum."""
     programs = [reducing(8192), reducing(8192, transport="two_sided")]
 
@@ -112,7 +112,7 @@ def test_as_nccl_rounds() -> None:
 
 
 def test_graphs_and_calls_in_flight() -> None:
-    """Launches of graphs of two programs, and calls of one of the programs with another size, without waits in between.
+    """Launches graphs of two programs, and calls one of the programs with another size, without waits in between.
 
     All ranks must give each exchange the same sequence number.
     """
@@ -180,7 +180,7 @@ class RowsOf:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(dtype: hw.DType) -> None:
-    """Sizes that do or do not fill whole vectors, and the largest size for a kernel. NCCL is used for a larger size."""
+    """Sizes that do or do not fill whole vectors, and the largest size for a kernel. NCCL gathers a larger size."""
     program = exchanging(dtype)
     largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
 
@@ -209,7 +209,7 @@ def test_blocks_as_nccl_rounds(columns: int) -> None:
 
 
 def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
-    """Launches of two graphs, and calls in between, without waits. One graph and the calls exchange blocks. The other graph exchanges
+    """Launches two graphs, with calls in between, without waits. One graph and the calls exchange blocks. The other graph exchanges
     packets."""
     program, other = exchanging(), reducing(8192)
 
@@ -237,7 +237,7 @@ def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
 
 @pytest.mark.parametrize("exchanges", ["terms", "blocks"])
 def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
-    """Kernels that wait for a missing rank end when the call is aborted, and the GPU is usable afterwards."""
+    """The kernels that wait for a missing rank end when the call is aborted. The GPU is usable afterwards."""
     program = reducing(8192) if exchanges == "terms" else exchanging()
     ended = threading.Event()
 
@@ -248,7 +248,7 @@ def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
         expect(step(), want)
         if rank == 0:
             step()
-            torch.cuda.synchronize()  # blocks until the watchdog aborts the kernel's wait
+            torch.cuda.synchronize()  # This blocks until the watchdog aborts the wait of the kernel.
             with pytest.raises(ExecutionError, match="is not done after 5 seconds"):
                 group.check()
             ended.set()

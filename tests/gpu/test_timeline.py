@@ -33,7 +33,8 @@ def test_times_of_gpus(ranks: int) -> None:
     assert found.basis == f"measured on {gpus()[0].name}, the median of 20 calls"
     for event in found.events:
         assert 0 <= event.start <= event.end
-        assert all(found.events[earlier].end <= event.end + 20 for earlier in event.after)  # 20 us, because clocks of GPUs differ
+        # The tolerance is 20 us, because clocks of GPUs differ.
+        assert all(found.events[earlier].end <= event.end + 20 for earlier in event.after)
     computes = [event for event in found.of_rank(0) if event.kind == COMPUTE]
     assert computes
     assert all(event.micros > 0 for event in computes)

@@ -20,7 +20,8 @@ from hostweave.types.tensor import block_of
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
-WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")  # all their channels use a stated transport
+# All channels of these programs use a stated transport.
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")
 
 
 pytestmark = [
@@ -77,7 +78,7 @@ def test_programs_take_turns_on_one_channel(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_torch_tensors_of_a_layer(ranks: int) -> None:
-    """Sizes at which copies and matmuls take so long that an early read of a copy gives wrong results."""
+    """At these sizes, copies and matmuls take so long that an early read of a copy gives wrong results."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for name in ("ag_matmul_put", "matmul_rs_put"):
         fusion = fusion_of(name, ranks, 3, hw.bf16)
@@ -95,7 +96,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
 def test_arrays_of_a_group_are_read_in_place(name: str, ranks: int) -> None:
-    """Peers read arrays of `group.empty` in place, although the arrays are freed between calls. Ranks are threads."""
+    """Peers read arrays of `group.empty` in place, although arrays are freed between calls. Ranks are threads."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)

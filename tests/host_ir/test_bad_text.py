@@ -1,4 +1,4 @@
-"""Text of either IR with random changes or huge sizes gives a program or a ProgramError, in bounded time."""
+"""Text of either IR with random changes or huge sizes. The result is a program or a ProgramError, in bounded time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECONDS = 5.0
 
 
 def read_fusion(source: str) -> Fusion:
-    return hw.Fusion.parse(source)  # also verifies
+    return hw.Fusion.parse(source)  # Parsing also verifies.
 
 
 def read_host(source: str) -> HostProgram:
@@ -75,7 +75,8 @@ def mutated(source: str, draw: random.Random) -> str:
 
 
 def expect_a_program_or_an_error(read: Callable[[str], Fusion | HostProgram], source: str) -> bool:
-    """True if the text is a program. Fails if the printed program does not parse to the same program, or if parsing takes too long."""
+    """Returns True if the text is a program. Fails if the printed text of the program does not parse to the same program, or if parsing
+    takes too long."""
     start = time.monotonic()
     try:
         program = read(source)

@@ -1,4 +1,4 @@
-"""Rewriting of host programs: rules are applied to rewritten bodies. Single instructions can be edited, also inside other edited
+"""Rewriting of host programs. Rules are applied to rewritten bodies. Single instructions can be edited, also inside other edited
 instructions."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_changes_one_position() -> None:
-    """An edit changes only one position, even if the same instruction object is at several positions, because a pass repeated it."""
+    """The same instruction object may be at several positions, because a pass repeated it."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
@@ -63,7 +63,7 @@ def test_an_edit_changes_one_position() -> None:
 
 
 def test_a_rule_whose_result_compares_equal() -> None:
-    """A rewriting rule takes effect even if its result compares equal to the original: 0.0 == -0.0, and comparison ignores locations."""
+    """0.0 equals -0.0, and comparison ignores locations."""
     negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
     assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
     place = Location("elsewhere", 1)

@@ -136,7 +136,6 @@ def test_a_percent_at_the_start_of_a_line_is_a_name() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_expressions(seed: int) -> None:
-    """The printed text of an expression parses to an expression with the same value."""
     draw = random.Random(seed)
 
     def expr(depth: int) -> Expr:
@@ -164,14 +163,14 @@ TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
 def test_truncated_text() -> None:
     tokens = TOKEN.findall(EVERYTHING.rstrip())
     for end in range(len(tokens)):
-        if end == 0 or not tokens[end - 1].isspace():  # if only the space after a token is missing, the text is valid
+        if end == 0 or not tokens[end - 1].isspace():  # If only the space after a token is missing, the text is valid.
             with pytest.raises(ParseError):
                 HostProgram.parse("".join(tokens[:end]))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
 def test_garbled_text(name: str) -> None:
-    """If a token is deleted, doubled or replaced, the text is a program, or raises ParseError or ProgramError."""
+    """The test deletes, doubles or replaces one token. The text is then a program, or raises ParseError or ProgramError."""
     tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
     draw = random.Random(name)
     for _ in range(400):

@@ -292,7 +292,7 @@ def test_body(body: str) -> None:
 
 
 def test_a_condition_on_the_data_of_a_rank() -> None:
-    """The condition depends on the local size of a rank. A pass could construct this `if`, but the text of an IR cannot express it."""
+    """The condition depends on the local size of a rank. A pass could construct this `if`, but text cannot express it."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective is not allowed under `if local\(M, x\) == 0`, which differs between ranks"):

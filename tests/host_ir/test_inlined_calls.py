@@ -1,4 +1,4 @@
-"""Host programs with functions: calls are inlined, and a program is split into bodies and joined again."""
+"""Host programs with functions. Calls are inlined, and a program is split into bodies and joined again."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 
 def test_inlined() -> None:
-    """Each inlined call has separate memory. Memory that is live until the end of a block is deallocated at the end. The next call may
-    reuse the memory."""
+    """Each inlined call has separate memory. The memory that is live until the end of a block is deallocated there. The next call may reuse
+    this memory."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)

@@ -74,7 +74,7 @@ def test_every_pass_changes_a_kernel_and_no_file_is_left_over() -> None:
 @pytest.mark.parametrize(("multiprocessors", "threads"), [(132, 1024), (127, 512)])
 def test_tiles_that_do_not_fill_the_machine_have_more_threads(multiprocessors: int, threads: int) -> None:
     _, loops = stages_of("column_sum", replace(H200, multiprocessors=multiprocessors))[-1]
-    assert loops.threads == threads  # 4096 columns are 128 tiles
+    assert loops.threads == threads  # 4096 columns are 128 tiles.
 
 
 def test_ops_that_need_two_kernels_are_refused() -> None:

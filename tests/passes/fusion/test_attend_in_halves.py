@@ -1,5 +1,4 @@
-"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, for the first pieces and for the second pieces of the
-rows."""
+"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, one per half of the rows."""
 
 from __future__ import annotations
 

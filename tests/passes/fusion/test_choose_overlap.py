@@ -245,7 +245,7 @@ def test_error(program: tuple[str, str], stated: str, message: str) -> None:
 
 
 def test_gathers_with_another_number_of_shards_precede_the_loop() -> None:
-    """An iteration uses a slice of every shard, so all operands of the loop must have the same number of shards."""
+    """Each iteration uses a slice of every shard. So all operands of the loop must have the same number of shards."""
     check(
         choose_overlap,
         "%x: f32[M@dp], %w: f32[M@dp,tp]",
@@ -286,7 +286,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
-    """If another op uses the gathered value, the gather is before the loop, and a warning is printed."""
+    """If another op uses the gathered value, the gather precedes the loop, and a warning is printed."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         {first}

@@ -1,5 +1,5 @@
-"""The pass insert_reshards: a reshard is inserted if producer and consumer have different shardings. A partial result is reduced
-immediately after its producer."""
+"""The pass insert_reshards inserts a reshard if producer and consumer have different shardings. A partial result is reduced immediately
+after its producer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls with the same groups. Only
-row-wise ops may be between the matmuls, and nothing else may use the rows."""
+"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls with the same groups. Only row-wise ops may
+be between the matmuls. No other op may use the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass merge_contractions: reshapes merge the same dims of both operands to the inner dim of a matmul. The matmul becomes a contraction
+"""The pass merge_contractions. Reshapes merge the same dims of both operands to the inner dim of a matmul. The matmul becomes a contraction
 over these dims."""
 
 from __future__ import annotations
@@ -92,4 +92,4 @@ def test_weight_gradients_need_no_gather() -> None:
         dw = hw.reshape(x, "S*B", "E").T @ hw.reshape(dy, "S*B", "F")
         return dw, hw.einsum("sbe,sbf->fe", x, dy), hw.tensordot(dy, x, (("S", "B"), ("S", "B"))) * 2
 
-    assert communications(gradients) == ["all_reduce"] * 2  # three gradients, two of which are the same op
+    assert communications(gradients) == ["all_reduce"] * 2  # There are three gradients; two of them are the same op.

@@ -95,7 +95,7 @@ def test_programs_that_the_pass_does_not_change(case: str) -> None:
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
-    """Choice for a weight of 4096 x 8192, whose gather overlaps with another matmul of 1408 rows per rank."""
+    """Choice for a weight of 4096 x 8192. The gather of the weight overlaps with another matmul of 1408 rows per rank."""
     rows = 1408 * ranks
     stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
 
@@ -117,7 +117,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """The cost model chooses between one matmul, which needs copies of shards, and a matmul per shard, which uses fewer multiprocessors."""
+    """One matmul needs copies of the shards. A matmul per shard uses fewer multiprocessors. The cost model chooses."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]
@@ -134,7 +134,7 @@ def test_only_weights_with_one_use_are_multiplied_by_shards() -> None:
 
 
 def multiplies_right(seed: int) -> bool:
-    """True if the results of layers with random epilogues are right. Weights are sharded by columns, plain or transposed."""
+    """True if layers with random epilogues give right results. Weights are sharded by columns, plain or transposed."""
     generator = Generator(seed)
     random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
     generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}
@@ -159,4 +159,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # False for programs in which no gather is hidden
+    assert sum(map(multiplies_right, range(40))) > 30  # Programs in which no gather is hidden give False.

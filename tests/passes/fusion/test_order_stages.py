@@ -1,4 +1,4 @@
-"""The pass order_stages: simulated time of a pipeline, unchanged results, and independence of the order in the program."""
+"""The pass order_stages: simulated time of a pipeline, and results. The order in the program has no effect."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hostweave.pipeline import lower
 
 
 def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion:
-    """Pipeline with one matmul per stage, forward and backward. The order is `naive`, one micro-batch after another, or `gpipe`, with all
-    forward passes first."""
+    """Pipeline with one matmul per stage, forward and backward. In the order `naive`, micro-batches follow each other. In the order
+    `gpipe`, all forward passes come first."""
     mesh = hw.Mesh(x=stages * ranks)
     on = [mesh.ranks(range(stage * ranks, (stage + 1) * ranks)) for stage in range(stages)]
     weights = {f"w{stage}": hw.f32["N", "N"].on(on[stage]) for stage in range(stages)}
@@ -49,8 +49,8 @@ def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion
 
 
 def units(program: ir.HostProgram) -> float:
-    """Simulated time if a matmul takes one unit, and all other ops take no time. A rank runs one op at a time. A transfer needs both ranks
-    at the same time."""
+    """Simulated time. A matmul takes one unit, and other ops take no time. A rank runs one op at a time. A transfer occupies both ranks at
+    the same time."""
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
     for meeting in match_communications(instances):

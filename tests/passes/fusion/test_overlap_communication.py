@@ -19,7 +19,8 @@ from hostweave.tune.cost import H200, seconds
 FSDP = "%x: bf16[M@x, K], %v: bf16[K@x, N], %w: bf16[N@x, K]"
 SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 
-# For each name: inputs, and the ops before and after the pass. Dims have 4096 elements: a matmul takes about 100 us, a gather about 150 us.
+# For each name: inputs, and the ops before and after the pass. Dims have 4096 elements. A matmul takes about 100 us, and a gather about 150
+# us.
 CASES = {
     "a gather is issued before the matmul that hides it": (
         FSDP,
@@ -177,7 +178,7 @@ def test_off() -> None:
 def test_typical_sizes_decide() -> None:
     inputs, before, _ = next(iter(CASES.values()))
     program = fusion(inputs, before)
-    assert overlap_communication(program, Options(sizes={"M": 8, "N": 1024})) == program  # the product takes only 5 us
+    assert overlap_communication(program, Options(sizes={"M": 8, "N": 1024})) == program  # The product takes only 5 us.
     assert overlap_communication(program, Options(sizes={"M": 8, "N": 16384})) != program
 
 
@@ -188,8 +189,7 @@ def test_unknown_overlap() -> None:
 
 
 def test_times() -> None:
-    """Times of the cost model: a matmul of 8192 x 8192 x 8192 takes the time of its waves on 132 multiprocessors. A gather of 128 MiB
-    among 8 ranks takes 386 us."""
+    """A matmul of 8192 x 8192 x 8192 takes the time of its waves on 132 multiprocessors. A gather of 128 MiB among 8 ranks takes 386 us."""
     program = fusion(
         "%x: bf16[8192@x, 8192], %w: bf16[8192, 8192]",
         """%g: bf16[8192, 8192] = all_gather(%x, dim=0, axes=(x))
@@ -202,8 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """A gather that overlaps with nothing uses copy engines under two conditions. The engines are faster than NCCL, and another
-    communication of the program uses the engines."""
+    """Such a gather uses copy engines if they are faster than NCCL, and another communication of the program uses copy engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -214,8 +213,8 @@ def test_a_gather_that_overlaps_with_nothing() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute the sums. If sizes are
-    stated, the all-reduces of functions also stay synchronous."""
+    """All-reduces of small sums stay synchronous if no other communication overlaps. Then kernels can compute the sums. This also holds for
+    functions, if sizes are stated."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
@@ -231,13 +230,13 @@ def test_sums_that_kernels_may_add_up() -> None:
     ):
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
-    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # now a gather overlaps too
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # Now a gather also overlaps.
 
 
 @pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])
 def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, columns: int, is_beside: bool) -> None:
-    """If a gather overlaps with a product, NCCL computes small sums, although kernels would be faster. With many sums, a short gather
-    therefore does not overlap."""
+    """If a gather overlaps with a product, NCCL computes small sums, although kernels would be faster. So with many sums, a short gather
+    does not overlap."""
     inputs = "%x: bf16[16, 64@x], %w: bf16[64@x, 64], %u: bf16[4096, 4096], %s: bf16[N@x, N]"
     ops = "\n".join(
         f"""%p{i}: bf16[16, 64] partial(sum, x) = matmul({f"%y{i - 1}" if i else "%x"}, %w)
@@ -254,7 +253,7 @@ def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, col
 
 @pytest.mark.parametrize(("calls", "in_kernels"), [(1, False), (6, True)])
 def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
-    """The cost of a function's communication is counted for each call, also if the function has several results."""
+    """The cost of a function's communication counts once per call, even if the function has several results."""
 
     @hw.block(x=hw.bf16[16, 64], w=hw.bf16["64@x", 64])
     def layer(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -273,7 +272,7 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
 
 
 def test_a_reduce_scatter_that_overlaps_with_products() -> None:
-    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if both delay concurrent ops less than NCCL does."""
+    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if they delay concurrent ops less than NCCL does."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)
@@ -291,8 +290,7 @@ def test_a_reduce_scatter_that_overlaps_with_products() -> None:
 
 
 def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
-    """Only an optimizer's update, a call without large ops, uses %dw. The matmul of %dw moves down, where it overlaps with the next
-    communication."""
+    """Only an optimizer's update uses %dw. The matmul of %dw moves down, and overlaps with the next communication."""
 
     @hw.block(w=hw.bf16["N@x", "K"], gradient=hw.bf16["N@x", "K"])
     def update(w: hw.Tensor, gradient: hw.Tensor) -> hw.Tensor:

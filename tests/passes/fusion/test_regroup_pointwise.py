@@ -40,7 +40,7 @@ def test_between_reshapes() -> None:
 
 @pytest.mark.parametrize("depth", [3, 9])
 def test_the_number_of_rewrites_does_not_depend_on_the_depth(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups without a common reshape move in one rewrite. The time of the pass is therefore linear in the number of layers."""
+    """Groups without a common reshape move in one rewrite. So the time of the pass is linear in the number of layers."""
     rewrites: list[object] = []
 
     class Moving(regroup_pointwise._Moving):
@@ -69,7 +69,7 @@ def test_a_value_that_is_returned_or_multiplied_keeps_its_shape() -> None:
 
 
 def test_operands_that_are_broadcast() -> None:
-    """A scalar, and a vector along an unchanged dim, are broadcast without a reshape. An input with all dims gets a reshape, which is a
+    """A scalar, or a vector along an unchanged dim, is broadcast without a reshape. An input with all dims gets a reshape, which is a
     view."""
 
     def f(x: hw.Tensor, v: hw.Tensor, y: hw.Tensor, s: hw.Tensor) -> hw.Tensor:
@@ -79,12 +79,12 @@ def test_operands_that_are_broadcast() -> None:
     sizes: dict[str, Any] = {"x": X, "v": hw.f32[8], "y": hw.f32[3, 4, 8], "s": hw.f32[()]}
     assert launches(f, **sizes) == 1
     assert launches(f, **{**sizes, "y": hw.f32[3, 4, 1]}) == 1
-    assert launches(f, **{**sizes, "y": hw.f32[3, 1, 8]}) == 1  # y cannot be reshaped, so the ops before the reshape move
+    assert launches(f, **{**sizes, "y": hw.f32[3, 1, 8]}) == 1  # y cannot be reshaped, so the ops before the reshape move.
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
-    """Ops do not move across a reshape if this would prevent their fusion with another kernel that reads their value."""
+    """An op does not move across a reshape if another kernel reads its value, because the op could then not be fused with this kernel."""
 
     def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
         h = hw.tanh(hw.reshape(hw.exp(x), 3, 4, 8))
@@ -116,7 +116,7 @@ def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
 
 
 def test_reshaped_values_that_are_broadcast() -> None:
-    """A reshape does not move past ops that broadcast its result, because the broadcast result has more elements."""
+    """A reshape does not move past ops that broadcast its result, because the result has more elements after the broadcast."""
 
     def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.exp(x) / hw.reshape(hw.sum(x * x, 1) + 1.0, 12, 1) * w

@@ -1,4 +1,4 @@
-"""A reshape needs no communication if each rank has the same elements before and after, also if several dims are sharded."""
+"""A reshape needs no communication if each rank has the same elements before and after, even if several dims are sharded."""
 
 from __future__ import annotations
 

@@ -187,11 +187,12 @@ def test_gradients_of_two_micro_batches_are_reduced_once() -> None:
 
 def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() -> None:
     program = fusions("transformer.py")["swiglu_backward_tp"]
-    assert communications(program) == ["all_reduce"] * 4  # one for the gradient of the input, three for those of the weights
+    # One is for the gradient of the input, and three are for the gradients of the weights.
+    assert communications(program) == ["all_reduce"] * 4
 
 
 def test_the_sizes_decide() -> None:
-    """The pass reduces either the sum over a dim or the result of the matmul, whichever has fewer bytes."""
+    """The pass reduces the sum over a dim, or the result of the matmul, whichever has fewer bytes."""
     program = fusion(
         "%p: f32[M, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M, N] partial(sum, x) = matmul(%p, %v)

@@ -30,7 +30,7 @@ SLOW_LINKS = replace(H200, links=tuple(replace(link, points=tuple((x, 10 * y) fo
 
 
 def taken(program: tuple[str, str], ranks: int = 2, machine: Machine = H200, **options: object) -> list[str]:
-    """The alternative that the pass chooses, for each reshard that has alternatives."""
+    """For each reshard with alternatives, the alternative that the pass chooses."""
     inputs, ops = program
     chosen = stream_by_cost(fusion(inputs, ops, f"x={ranks}"), Options(machine=machine, **{"sizes": LARGE, **options}))  # type: ignore[arg-type]
     return [choice.chosen.name for choice in chosen.choices]
@@ -57,8 +57,8 @@ def test_sends_and_recvs_are_not_chosen_on_4_or_more_ranks(program: tuple[str, s
 
 
 def test_programs_without_a_choice() -> None:
-    """There is no choice if a size is unknown, or if an op before the matmul uses the gathered value. There is also no choice with
-    `.stream`, and with overlap="off". If no number of chunks divides a size, the only choice is "none"."""
+    """There is no choice if a size is unknown, if an op before the matmul uses the gathered value, with `.stream`, or with overlap="off".
+    If no number of chunks divides a size, the only choice is "none"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
     assert taken(GATHER, sizes={**LARGE, "M": 8191}) == ["none"]
     inputs, ops = GATHER
@@ -66,7 +66,7 @@ def test_programs_without_a_choice() -> None:
     assert taken((inputs, ops.replace("%y: bf16[M, N]", "%y: bf16[M, N] stream(M, 2)"))) == []
     assert taken(GATHER, overlap="off") == []
     turned = "%g: bf16[K, M] = all_gather(%x, dim=1, axes=(x))\n%y: bf16[N, M] = matmul(%w, %g)"
-    assert taken(("%x: bf16[K, M@x], %w: bf16[N, K]", turned)) == []  # chunks of columns are not contiguous
+    assert taken(("%x: bf16[K, M@x], %w: bf16[N, K]", turned)) == []  # Chunks of columns are not contiguous.
     both = "%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, M] = matmul(%g, %v)"
     assert taken(("%x: bf16[M@x, K], %v: bf16[K, M]", both)) == [taken(GATHER, sizes={**LARGE, "N": 8192})[0]]
 
@@ -124,12 +124,12 @@ def test_several_matmuls_share_a_loop() -> None:
     assert streams["a"] == streams["b"]
     later = ops.replace("%b: bf16[M, N] = matmul(%g, %w)", "%t: bf16[K, N] = negative(%w)\n%b: bf16[M, N] = matmul(%g, %t)")
     chosen = stream_by_cost(fusion(inputs, later, "x=2"), Options(sizes=LARGE))
-    assert [op.result.name for op in chosen.ops if op.result.stream] == ["a"]  # %t is computed after %a, so %b cannot be in the loop of %a
+    assert [op.result.name for op in chosen.ops if op.result.stream] == ["a"]  # %t is computed after %a, so %b cannot be in the loop of %a.
 
 
 def test_sums_of_a_matmul_in_slices() -> None:
-    """No loop is chosen for the all-reduce after a matmul on 8 ranks. On 2 ranks, all_reduce(4) can be requested: an all-reduce per
-    slice."""
+    """On 8 ranks, the compiler chooses no loop for the all-reduce after a matmul. On 2 ranks, all_reduce(4) can be requested: one
+    all-reduce per slice."""
     ops = "%h: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M, N] = all_reduce(%h, axes=(x), reduction=sum)"
     program = "%x: bf16[M, K@x], %w: bf16[K@x, N]", ops
     assert taken(program, 8) == ["none"]
@@ -137,8 +137,8 @@ def test_sums_of_a_matmul_in_slices() -> None:
 
 
 def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
-    """A reduce-scatter that later ops can hide, such as that of a weight's gradient, is not in a loop. Without such ops, the reduce-scatter
-    is in a loop."""
+    """A reduce-scatter is not in a loop if later ops can hide it. An example is the reduce-scatter of a weight's gradient. Without such
+    ops, the reduce-scatter is in a loop."""
     inputs, ops = SCATTER
     inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
     assert taken((inputs, ops)) != ["none"]
@@ -146,7 +146,7 @@ def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
 
 
 def test_a_sum_is_fused_with_its_consumer() -> None:
-    """The kernel that uses the sum also adds the terms that were put to the rank. The sum is neither written nor read again."""
+    """The kernel that uses the sum also adds the received terms. So the sum is neither written nor read again."""
     inputs, ops = SCATTER
     residual = f"{inputs}, %r: bf16[M@x, N]", ops + "\n%z: bf16[M@x, N] = add(%r, %y)"
     micros = []
@@ -229,7 +229,7 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
 
-# Causal attention with sharded rows and keys, head size 128: rows, heads, groups; microseconds without a loop, with put(2) and with p2p(2).
+# Causal attention with sharded rows and keys, head size 128. Rows, heads, groups; microseconds without a loop, with put(2) and with p2p(2).
 ATTENDED = [
     (8192, 32, 8, 838, 729, 788),
     (8192, 32, 32, 1165, 752, 994),
@@ -250,7 +250,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # sizes, the loop that the model should choose, and measured microseconds with and without this loop
+OF_FEW_ROWS = [  # Sizes, the loop that the model should choose, and measured microseconds with and without this loop.
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

@@ -1,5 +1,5 @@
-"""The pass take_first: if only few elements of a pointwise op's result are used, the pass takes these elements of the operands. The whole
-result is then not written."""
+"""The pass take_first. If only few elements of a pointwise op's result are used, the pass takes these elements of the operands. So the
+whole result is not written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiled(count: int, lse: Any, function: Any) -> str:
 
 @pytest.mark.parametrize("lse", [hw.f32[6, 1], hw.f32[1, 64], hw.f32[6, 64], hw.f32[()]], ids=str)
 def test_few_elements(lse: Any) -> None:
-    """Elements are taken from the operands of pointwise ops. Operands that are broadcast along the dim are read unchanged."""
+    """Operands that are broadcast along the dim are read unchanged."""
     text = compiled(2, lse, lambda x, lse: hw.exp(x - lse))
     assert text.count("launch ") == 1
     assert "f32[6, 64] = " not in text

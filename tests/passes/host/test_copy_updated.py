@@ -1,4 +1,4 @@
-"""The pass copy_updated: if the operand of an update is used later, the update is applied to a copy."""
+"""The pass copy_updated. If a later op uses the operand of an update, the update is applied to a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass fold_conditions: conditions that the ranges of their variables decide or simplify."""
+"""The pass fold_conditions decides or simplifies conditions by the ranges of their variables."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_kernels_that_are_folded_completely(name: str, dtype: str) -> None:
     assert folded(before) == (str(before) if is_inexact else after)
 
 
-# For each name: the inputs and the ops of a kernel. No epilogue can compute all ops. An epilogue of the first op alone would save no bytes.
+# For each name: the inputs and the ops of a kernel. No epilogue can compute all ops, and an epilogue of only the first op would save no
+# bytes.
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),
@@ -96,7 +97,7 @@ def test_kernels_that_are_not_folded(name: str) -> None:
 
 
 def test_a_kernel_keeps_the_ops_after_a_folded_value() -> None:
-    """A kernel adds, writes the sum, and computes another result from the sum. The addition becomes an epilogue, and the kernel reads the
+    """A kernel adds, writes the sum, and computes another result from the sum. The addition becomes an epilogue. The kernel then reads the
     sum."""
     ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
     before = host(

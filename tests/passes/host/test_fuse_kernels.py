@@ -236,7 +236,7 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
 
 
 def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
-    """True if two kernels stay separate: one that reads %x, and one that reads %x and %w after the instructions in `between`."""
+    """True if two kernels stay separate. One reads %x. The other reads %x and %w after the instructions in `between`."""
     inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
     body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
     text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))
@@ -247,9 +247,9 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("")
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
-    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads %a
-    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the wait may be for data that the second kernel reads
-    assert apart("", "launch @multiply_y %w, %w -> %b")  # the two kernels have no common operand
+    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # The second kernel reads %a.
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # The wait may be for data that the second kernel reads.
+    assert apart("", "launch @multiply_y %w, %w -> %b")  # The two kernels have no common operand.
 
 
 def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
@@ -272,8 +272,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Both kernels need several values, and only %x is
-    written to memory. Each kernel computes the other values again."""
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Both kernels need several values. Only %x is written
+    to memory; each kernel computes the other values again."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
@@ -322,7 +322,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
-    """Two kernels are fused although a copy on another stream is between them, because the copy writes another buffer."""
+    """The copy is on another stream, and writes another buffer."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
@@ -333,8 +333,7 @@ def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
 
 
 def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
-    """Two kernels are fused although a fork of streams is between them. An earlier loop has written the input of the first kernel in
-    chunks."""
+    """An earlier loop has written the input of the first kernel in chunks. A fork of streams is between the two kernels."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
@@ -426,7 +425,7 @@ def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
 
 
 def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
-    """The division is a multiplication and a shift. Other divisions take longer, and are not repeated for each element of a row."""
+    """The division is a multiplication and a shift. Other divisions take longer, so they are not repeated for each element of a row."""
 
     @hw.fusion(x=hw.f32["M", "N"], i=hw.i32["T"], n=hw.i32["T"])
     def rows(x: hw.Tensor, i: hw.Tensor, n: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -437,7 +436,7 @@ def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
 
 
 def test_an_op_of_two_fused_kernels_is_computed_once() -> None:
-    """Two kernels each contain the cast of c. The fused kernel has the cast only once."""
+    """Two kernels each contain the cast of c."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
         wide = hw.astype(c, hw.f32)
@@ -496,7 +495,7 @@ def test_numbers_are_compared_by_their_text() -> None:
 
 
 def test_a_wider_dtype_is_not_written() -> None:
-    """If two kernels need a value in f32 that is also stored in 16 bits, each kernel casts the stored value."""
+    """Two kernels need a value in f32 that is also stored in 16 bits. Each kernel casts the stored value."""
 
     @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
     def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -509,7 +508,7 @@ def test_a_wider_dtype_is_not_written() -> None:
 
 
 def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recurrence is a long chain. An analysis of the program per kernel would take most of the time of lowering."""
+    """A recurrence is a long chain. With one analysis per kernel, the analyses would take most of the time of lowering."""
     analyses, begin = 0, Links.__init__
 
     def counted(links: Links, program: HostProgram) -> None:
@@ -560,8 +559,6 @@ def test_numbers_that_are_computed_with_are_not_the_rows_of_a_lookup(rows: int) 
 
 
 def of_rows(first: str, second: str) -> int:
-    """Number of kernels for two reductions of the same input."""
-
     def reduced(of: str, x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, (0, 1)) if of == "columns" else hw.max(x, 2)
 
@@ -583,7 +580,7 @@ def test_reductions_over_the_same_dims_read_their_operand_once() -> None:
 
 
 def test_a_cheap_formula_of_fewer_bytes_is_computed_again() -> None:
-    """The normalised rows of LayerNorm are not written in f32: each kernel computes them from the 16-bit rows."""
+    """The normalised rows of LayerNorm are not written in f32. Each kernel computes them from the 16-bit rows."""
 
     def f(x: hw.Tensor, mean: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         normal = hw.astype(x, hw.f32) - mean

@@ -1,4 +1,4 @@
-"""The pass group_communications: communications of one group, instructions that are moved out of the way, and where a group ends."""
+"""The pass group_communications: which communications form a group, which instructions move, and where a group ends."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ def test_ops_between_two_communications_move_before_the_group() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # different channels
-        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # the second all_reduce reads the result of the first
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # The channels differ.
+        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # The second all_reduce reads the result of the first.
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
-        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write to the same buffer
-        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # the second all_reduce writes what the first reads
-        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # the kernel reads received data
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # Both write to the same buffer.
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # The second all_reduce writes what the first reads.
+        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # The kernel reads received data.
         # The kernel overwrites data that is sent.
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
-        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # bodies of a condition on the rank
+        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # Both bodies belong to a condition on the rank.
     ],
 )
 def test_communications_that_are_not_grouped(body: str) -> None:
@@ -121,7 +121,7 @@ def test_communications_that_are_not_grouped(body: str) -> None:
 
 
 def posting(program: HostProgram, most: int) -> HostProgram:
-    """The program with a transport that accepts at most this many calls per group."""
+    """Limits the number of calls per group that the transport accepts."""
     transport = replace(find_transport("two_sided"), posts_in_group=most)
     return replace(program, channels=tuple(replace(channel, transport=transport) for channel in program.channels))
 
@@ -139,21 +139,20 @@ def test_collectives_of_uneven_shards_share_a_group() -> None:
   }
 """
     )
-    program = posting(program, 3)  # each communication posts two broadcasts
+    program = posting(program, 3)  # Each communication posts two broadcasts.
     assert group_communications(program, Options()) == program
 
 
 def test_a_group_has_at_most_the_calls_that_its_transport_accepts() -> None:
     program = host("all_to_all %a -> %p on x\nall_to_all %b -> %q on x\nall_to_all %b -> %r on x")
-    text = str(group_communications(posting(program, 8), Options()))  # an all_to_all between two ranks posts 4 calls
+    text = str(group_communications(posting(program, 8), Options()))  # An all_to_all between two ranks posts 4 calls.
     assert text.count("group {") == 1
     assert text.endswith("  }\n  all_to_all %b -> %r on x\n}\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_program_with_groups(ranks: int) -> None:
-    """Two all-reduces, a reduce-scatter and two gathers are in one group. The results of all ranks are compared, for even and uneven
-    sizes."""
+    """Two all-reduces, a reduce-scatter and two gathers are in one group. Results of all ranks are compared, for even and uneven sizes."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), u=hw.f32["M@x", "K"], v=hw.f32["M@x", "L"])
     def shared(u, v):
@@ -177,7 +176,8 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_an_unpack_moves_behind_the_next_communication() -> None:
-    """An `unpack` of received data moves after the next communication, unless this communication reads or overwrites the unpacked data."""
+    """An `unpack` of received data moves after the next communication. It stays if this communication reads or overwrites the unpacked
+    data."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))

@@ -1,4 +1,4 @@
-"""The pass multi_buffer: if each iteration uses one chunk of a buffer, the buffer gets one slot per stream."""
+"""The pass multi_buffer. If each iteration uses one chunk of a buffer, the buffer gets one slot per stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TWO_STREAMS = Options(streams=2)
 
 
 def test_a_chunk_that_is_used_in_two_iterations_gets_slots() -> None:
-    """Rows are received one iteration before the matmul that reads them."""
+    """The rows arrive one iteration before the matmul that reads them."""
     assert (
         changes(multi_buffer, pipelines(4, 4)["two_stages_streamed"], TWO_STREAMS)
         == """\

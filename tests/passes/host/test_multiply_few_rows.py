@@ -1,4 +1,4 @@
-"""The pass multiply_few_rows: fuses matmuls of few rows with the kernel that uses their results, and makes other matmuls concurrent."""
+"""The pass multiply_few_rows fuses matmuls of few rows with the kernel that uses their results, and makes other matmuls concurrent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gated(rows: int | str) -> hw.Fusion:
 
 
 def body(rows: int | str) -> list[str]:
-    """Returns the lines with launches, matmuls, conditions, forks, joins and streams that the pass adds or moves."""
+    """Lines of the program with launches, matmuls, conditions, forks, joins and streams."""
     added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
     return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
 
@@ -44,7 +44,7 @@ def test_a_known_number_of_rows_selects_the_kernel(rows: int, fuses: bool) -> No
 
 @pytest.mark.parametrize(("rows", "columns", "is_concurrent"), [(16, 1024, True), (16, 256, False), (129, 1024, False)])
 def test_matmuls_that_read_many_weights_of_one_operand_are_concurrent(rows: int, columns: int, is_concurrent: bool) -> None:
-    """Two matmuls of one operand are concurrent only if they have large weights, more than FEW_ROWS rows, and at most 128 rows. A third
+    """Two matmuls of one operand are concurrent only if they have large weights, and more than FEW_ROWS but at most 128 rows. A third
     matmul reads their results, so it is not concurrent."""
 
     @hw.fusion(x=hw.f32[rows, 1024], a=hw.f32[1024, columns], b=hw.f32[1024, columns], c=hw.f32[columns, 1024])

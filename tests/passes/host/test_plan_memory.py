@@ -378,7 +378,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# In each case, a result cannot use the memory of its operand, for the reason that the name states. The body stays the same.
+# In each case, the name states why a result cannot use the memory of its operand. The body does not change.
 APART = {
     "as many streams as iterations": (
         ONE.replace("ring[2]", "ring[4]"),

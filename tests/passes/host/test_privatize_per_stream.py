@@ -1,4 +1,4 @@
-"""The pass privatize_per_stream: if a stream block uses one chunk of a buffer, only this chunk is allocated, in the block."""
+"""The pass privatize_per_stream. If a stream block uses one chunk of a buffer, the block allocates only this chunk."""
 
 from __future__ import annotations
 

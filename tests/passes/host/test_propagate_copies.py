@@ -1,4 +1,4 @@
-"""The pass propagate_copies: a rank uses its local chunk in place, without a copy. Results do not change."""
+"""The pass propagate_copies: a rank uses its local chunk in place, without a copy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ STAYS = {
 
 
 def program(step: str) -> HostProgram:
-    """A program that runs three iterations on three ranks, and then adds the data that was received in %l."""
+    """Three iterations on three ranks. Afterwards, the program adds the data that was received in %l."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)
@@ -136,7 +136,7 @@ def test_a_copy_that_is_needed_stays(case: str) -> None:
 
 
 def test_a_choice_accesses_only_the_selected_buffer() -> None:
-    """A concurrent write to one of the two buffers of a `choose` is a race only on the rank that selects this buffer."""
+    """A `choose` accesses only the selected buffer. A concurrent write to the other buffer is no race."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
   fork ring

@@ -1,4 +1,4 @@
-"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. Results are those of two kernels."""
+"""The pass reduce_few_rows. If there are few rows, one kernel computes two consecutive reductions."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_stated_sizes_that_ranks_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("function", "spec"),
     [
-        (lambda x: hw.sum(x), hw.f32[64, 4096]),  # the number of rows is known
-        (lambda x: ((s := hw.sum(x, 1)), hw.sum(s)), hw.f32["M", 4096]),  # the sums of rows are a result
-        (lambda x: hw.max(hw.sum(x, 1), 0), hw.f32["M", 4096]),  # two different reductions
+        (lambda x: hw.sum(x), hw.f32[64, 4096]),  # The number of rows is known.
+        (lambda x: ((s := hw.sum(x, 1)), hw.sum(s)), hw.f32["M", 4096]),  # The sums of rows are a result.
+        (lambda x: hw.max(hw.sum(x, 1), 0), hw.f32["M", 4096]),  # The two reductions differ.
     ],
 )
 def test_two_kernels_remain(function: Callable[..., Any], spec: Any) -> None:
@@ -79,7 +79,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
-    """A former defect fused the second of three consecutive sums with both other sums, and the result of the second sum was lost."""
+    """The second of three consecutive sums must be fused with only one other sum. Otherwise its result is lost."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

@@ -54,7 +54,7 @@ def test_all_reduces_that_stay_separate(rows: int, options: hw.Options) -> None:
         (8192, "hw::Row<8192, 256, 8, 4>", "hw::Grid{4 * T, 256, 4}"),
         (7168, "hw::Row<7168, 224, 8, 4>", "hw::Grid{4 * T, 224, 4}"),
         (2048, "hw::Row<2048, 256, 8>", "hw::Grid{T, 256}"),
-        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # no number of blocks divides the row
+        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # No number of blocks divides the row.
     ],
 )
 def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: str) -> None:
@@ -66,11 +66,11 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
     kernel = sources["kernels.cu"].split("_of_terms(")[1]
     assert f"compute({row}())" in kernel
     assert grid in sources["program.cpp"]
-    assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # no load waits for the reduction
+    assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # No load waits for the reduction.
 
 
 def test_a_consumer_that_reads_the_block_is_not_fused() -> None:
-    """A kernel that gathers its input reads only the gathered blocks. An op that reads the rank's own block stays outside the kernel."""
+    """A kernel that gathers its input reads only the gathered blocks. So an op that reads the rank's own block stays outside the kernel."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])
     def beside(n: Any) -> Any:
@@ -111,8 +111,8 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
 
 
 def test_a_kernel_that_gathers_does_not_also_send() -> None:
-    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both exchanges, the kernel would
-    read rows that nothing gathers."""
+    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both, the kernel would read rows that
+    nothing gathers."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["6@x", 64], scale=hw.f32["2@x", 1, 1])
     def exchanges(n: Any, scale: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The pass reuse_in_place: a reduction may write to a donated input if each element is read only by the thread that writes it."""
+"""The pass reuse_in_place. A reduction may write to a donated input if only the thread that writes an element reads this element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 
 @pytest.mark.parametrize("dtype", [hw.f32, hw.bf16], ids=str)
 def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
-    """Updates of biases from their gradients, for all schedules of the reductions: vectors, threads, blocks and parts of blocks."""
+    """The updates of biases from their gradients use all schedules of reductions: vectors, threads, blocks and parts of blocks."""
     cases = [(shape, axis) for shape in SHAPES for axis in (0, 1)]
     types: dict[str, Any] = {}
     for at, (shape, axis) in enumerate(cases):
@@ -47,8 +47,7 @@ def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
 
 
 def test_an_operand_that_all_threads_read_is_not_overwritten() -> None:
-    """Every thread reads the scale, so the sum cannot be written to the memory of the scale. The sum is copied to that memory at the
-    end."""
+    """Every thread reads the scale, so the sum cannot overwrite the scale. The sum is copied to the memory of the scale at the end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:
@@ -61,7 +60,7 @@ def test_an_operand_that_all_threads_read_is_not_overwritten() -> None:
 
 
 def test_a_counter_is_counted_after_its_last_use() -> None:
-    """The kernel that updates the counter is moved after the kernel that reads the counter, so that no copy is needed."""
+    """The kernel that updates the counter moves after the kernel that reads the counter. So no copy is needed."""
 
     @hw.fusion(donate={"n": 0}, n=hw.i64[()], x=hw.f32["M", "N"])
     def step(n: Any, x: Any) -> Any:
@@ -79,7 +78,7 @@ def test_a_counter_is_counted_after_its_last_use() -> None:
 
 
 def test_an_asynchronous_all_reduce_is_in_the_memory_of_its_result() -> None:
-    """The gradient of a weight is computed into the result, and reduced there on another stream while dx is computed."""
+    """The gradient of a weight is computed in the memory of the result. It is reduced there on another stream while dx is computed."""
     mesh = hw.Mesh(x=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["T@x", "K"], dy=hw.f32["T@x", "N"], w=hw.f32["K", "N"])

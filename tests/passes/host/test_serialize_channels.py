@@ -96,7 +96,7 @@ def test_a_loop() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_group_of_two_channels(is_first: bool) -> None:
-    """The error names the communication of the group that is on another channel than the earlier communication."""
+    """The error names the communication of the group whose channel differs from that of the earlier communication."""
     parts = ["all_reduce sum %x -> %y on tp", "all_reduce sum %v -> %z on dp"]
     group = "\n".join(parts if is_first else reversed(parts))
     body = f"fork ring\nstream ring[0] {{\nall_reduce sum %u -> %w on tp\n}}\ngroup {{\n{group}\n}}\njoin ring"
@@ -173,14 +173,14 @@ def test_only_unordered_communications_are_ordered() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        host(LOOP.replace("dp", "tp"), HEADER.replace("4@dp", "4@tp")),  # only one channel
-        host(LOOP, HEADER.replace("tp=2", "tp=1")),  # one of the channels has a single rank
-        host(LOOP, HEADER.replace("ring[2]", "ring[1]")),  # only one stream
+        host(LOOP.replace("dp", "tp"), HEADER.replace("4@dp", "4@tp")),  # There is only one channel.
+        host(LOOP, HEADER.replace("tp=2", "tp=1")),  # One of the channels has a single rank.
+        host(LOOP, HEADER.replace("ring[2]", "ring[1]")),  # There is only one stream.
         host(LOOP.replace("ring[%i]", "ring[%i / 2]")),
         host("all_reduce sum %x -> %y on tp\nall_reduce sum %v -> %z on dp"),
         host("fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring\nall_reduce sum %v -> %z on dp"),
         host("all_reduce sum %v -> %z on dp\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring"),
-        host(  # an event of the program already orders the communications
+        host(  # An event of the program already orders the communications.
             "fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
             "stream ring[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin ring",
             HEADER + " events(done[1])",
@@ -337,8 +337,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Answers to two questions, each as a set over all iterations except the first. Is `last` of the previous iteration ordered before
-    `first`? Is the launch of the previous iteration ordered before `first`?"""
+    """Two sets, over all iterations except the first. The first set tells if `last` of the previous iteration is ordered before `first`.
+    The second set tells this for the launch of the previous iteration."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -359,10 +359,10 @@ def test_the_first_communication_does_not_wait_for_computation() -> None:
 @pytest.mark.parametrize(
     ("body", "header"),
     [
-        (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # no computation between the communications
+        (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # No computation is between the communications.
         (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
         (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
-        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # unknown number of iterations
+        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # The number of iterations is unknown.
         (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
     ],
 )
@@ -417,8 +417,8 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 
 def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
-    """A rank sends back data that depends on received data. If the next recv were issued first, it would wait for a send that follows the
-    current recv."""
+    """A rank sends back data that depends on received data. If the next recv came first, it would wait for a send that follows the current
+    recv."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
@@ -445,8 +445,8 @@ def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
     def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
-        weights = {name: hw.relu(weight) for name, weight in weights.items()}  # so that the calls do not become a repeat
-        whole = hw.reshard(g, "K", "K")  # asynchronous until it is used
+        weights = {name: hw.relu(weight) for name, weight in weights.items()}  # Otherwise, the calls would become a repeat.
+        whole = hw.reshard(g, "K", "K")  # The gather is asynchronous until its use.
         h = hw.matmul(x, k)
         for i in range(3):
             h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])
@@ -460,7 +460,7 @@ def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
     lower(model, options, lambda name, stage: stages.setdefault(name, stage))
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
-    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # the gather overlaps with all calls
+    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # The gather overlaps with all calls.
 
     def found(one: HostProgram) -> set[tree.Instruction]:
         pairs = channel_order.unordered(instantiate(one, minimal_sizes(program)))

@@ -1,4 +1,4 @@
-"""The pass sink_views: to which positions views are moved."""
+"""The pass sink_views: positions to which views move."""
 
 from __future__ import annotations
 

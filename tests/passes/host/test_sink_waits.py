@@ -28,7 +28,7 @@ def host(body: str) -> HostProgram:
 
 
 def sunk(body: str) -> str:
-    """Text of the body after the loop, after the pass."""
+    """Text of the body after the loop, when the pass has run."""
     result = sink_waits(host(body), Options())
     verify_host(result)
     check(result)
@@ -57,11 +57,11 @@ def test_two_joins() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        LOOP + "join ring\ncopy %y -> %z",  # reads a result of the loop
-        LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # overwrites a result of the loop
+        LOOP + "join ring\ncopy %y -> %z",  # This reads a result of the loop.
+        LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # This overwrites a result of the loop.
         LOOP + "join ring\n" + LOOP.replace("%i", "%j").replace("%y", "%z").replace("_i", "_j") + "join ring",
-        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # another stream reads a result of the loop
-        LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # an allocation takes no time, so moving the wait has no gain
+        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # Another stream reads a result of the loop.
+        LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # An allocation takes no time, so a later wait has no gain.
     ],
 )
 def test_programs_that_the_pass_does_not_change(body: str) -> None:

@@ -1,4 +1,4 @@
-"""The pass split_reductions: a reduction of many elements to few is split into two kernels, with the same results up to rounding."""
+"""The pass split_reductions splits a reduction of many elements to few into two kernels. Results are equal up to rounding."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def kernels(function: Any, **specs: Any) -> list[str]:
         (hw.f32["M", "N"], ["@sum_y_rows", "@sum_y"]),
         (hw.bf16["M", "N"], ["@astype_sum_y_rows", "@sum_astype_y"]),
         (hw.i32["M", 4096], ["@sum_y_rows", "@sum_y"]),
-        (hw.f32["N"], ["@sum_y"]),  # a single row cannot be split by rows
+        (hw.f32["N"], ["@sum_y"]),  # A single row cannot be split by rows.
         (hw.f32[16, 4096], ["@sum_y_rows", "@sum_y"]),
-        (hw.f32[15, 4096], ["@sum_y"]),  # too few elements
+        (hw.f32[15, 4096], ["@sum_y"]),  # There are too few elements.
     ],
     ids=str,
 )
@@ -47,7 +47,7 @@ def test_a_reduction_to_many_elements_is_not_split() -> None:
 
 
 def test_adjacent_ops_are_fused_with_either_kernel() -> None:
-    """In the norm of a gradient, the first kernel has the ops before the sum, and the second kernel the ops after the sum."""
+    """In the norm of a gradient, the first kernel has the ops before the sum, and the second kernel has the ops after it."""
     norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
     assert norm == ["@astype_multiply_sum_x_rows", "@sum_sqrt_y"]
 

@@ -1,4 +1,4 @@
-"""The pass split_unaligned: a matmul with unaligned sizes is split into an aligned matmul and smaller matmuls. Results do not change."""
+"""The pass split_unaligned splits a matmul with unaligned sizes into an aligned matmul and smaller matmuls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.machine import H200
 from hostweave.types.numpy_dtypes import numpy_dtype
 
-SLOW = hw.Options(machine=replace(H200, unaligned=1e9))  # an unaligned matmul of any size is slow
+SLOW = hw.Options(machine=replace(H200, unaligned=1e9))  # With these options, an unaligned matmul of any size is slow.
 
 
 def computes(function: Any, options: hw.Options = SLOW, mesh: Any = None, **specs: Any) -> str:
-    """Compares a program with the reference, on small integers, which are exact. Returns the host IR."""
+    """Compares a program with the reference on small integers, whose products are exact. Returns the host IR."""
     fusion = hw.fusion(**({"mesh": mesh} if mesh else {}), **specs)(function)
     program = hw.compile(fusion, options=options)
     random = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def test_in_a_chunk_loop_on_two_ranks() -> None:
 
 
 def test_explain_says_how_a_matmul_is_split() -> None:
-    """`explain` reports how a matmul is split. No line reports slices that the program itself states, or an aligned matmul."""
+    """`explain` reports no slices that the program itself states, and no aligned matmul."""
 
     def products(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         x_rest, w_rest = x[:, 8:], w[8:]

@@ -1,4 +1,4 @@
-"""The pass transpose_beside: which transposed copies of a result are written by the kernel that computes the result."""
+"""The pass transpose_beside: the kernel that computes a result also writes transposed copies of it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def program(body: str) -> HostProgram:
 
 
 def test_the_copy_is_made_with_its_operand() -> None:
-    """The launch that computes the value also writes its transpose, before other instructions read it. The kernel has the cast twice, so
-    that each of the two stores converts pairs of elements."""
+    """The launch that computes the value also writes its transpose, before other instructions read the transpose. The kernel has the cast
+    twice, so that each of the two stores converts pairs of elements."""
     made = transpose_beside(program("launch @halve %x -> %q copy %q -> %y %t = permute %q by [1, 0] copy %t -> %z"), Options())
     text = str(made)
     assert "  launch @fused_q_z %x -> %q, %z\n  copy %q -> %y\n}" in text

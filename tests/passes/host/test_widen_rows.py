@@ -1,4 +1,4 @@
-"""The pass widen_rows: rows of matmuls that are not multiples of 16 bytes are padded, so that each row begins at a multiple."""
+"""The pass widen_rows pads rows of matmuls, so that each row begins at a multiple of 16 bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def host_ir(function: Any, options: hw.Options | None = None, **specs: Any) -> s
 
 
 def test_a_vocabulary_of_gpt2() -> None:
-    """The logits have aligned rows. The loss reads these rows, and one kernel copies them to the result."""
+    """The rows of the logits are aligned. The loss reads these rows, and one kernel copies them to the result."""
 
     def loss(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         logits = x @ hw.transpose(w, -2, -1)
@@ -23,7 +23,7 @@ def test_a_vocabulary_of_gpt2() -> None:
     assert re.search(r"= allocate bf16\[4096, 50264\]", text)
     assert re.search(r"slice %w_transposed\[1: 50256 from 0\]", text)
     assert text.count("matmul ") == 2
-    assert text.count("launch ") == 1  # the kernel of the maximum also copies the logits
+    assert text.count("launch ") == 1  # The kernel of the maximum also copies the logits.
 
 
 def test_gradients_of_logits_are_computed_in_wide_rows() -> None:
