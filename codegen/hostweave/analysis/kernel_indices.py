@@ -230,7 +230,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs (operand, result) of indices: a launch or call updates each such operand in place."""
+    """Index of each operand that a launch or call updates in place, and index of the result that contains it."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]

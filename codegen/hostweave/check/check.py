@@ -89,8 +89,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # First read of bytes that are uninitialised or overwritten, and the write that overwrote them. The error of a race is more
-        # specific, so this error is raised at the end.
+        # First read of bytes that are uninitialised or overwritten, and the write that overwrote them. This error is raised at the end,
+        # because the error of a race is more specific.
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)

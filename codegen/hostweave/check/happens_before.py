@@ -24,7 +24,7 @@ Clock = list[int]  # vector clock: number of tasks that have certainly ended, fo
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from `sources`. At its end, its clock is merged with the clocks at which the sources started."""
+    """Data that a task receives from `sources`. At the end of the task, its clock is merged with the clocks at the starts of `sources`."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -47,8 +47,8 @@ class Task:
     missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False
     ended: bool = False
-    at_start: Clock = field(default_factory=list)  # empty unless a communication needs it
-    at_end: Clock = field(default_factory=list)  # empty unless another stream waits for the task
+    at_start: Clock = field(default_factory=list)  # clock at the start; empty unless a communication needs it
+    at_end: Clock = field(default_factory=list)  # clock at the end; empty unless another stream waits for the task
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
         last[0] = clocks[first][first] = 1
         caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
         latest: dict[int, Task] = {}
-        posted: Task | None = None  # last communication that a device may serialise
+        posted: Task | None = None  # the rank's last communication that a device may serialise
         for operation in operations:
             k = number_of[operation.stream]
             last[k] += 1

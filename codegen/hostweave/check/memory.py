@@ -39,7 +39,7 @@ class Pieces:
         for block in regions_of_bytes:
             first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))
             covers[block] = np.cumsum(first - end)[:-1] > 0
-            parts = 2 * piece_of + covers[block]  # splits the pieces that the access covers partly
+            parts = 2 * piece_of + covers[block]  # A piece that the access covers only partly becomes two pieces.
             piece_of = (np.cumsum(np.bincount(parts) > 0) - 1)[parts]
         first_of_piece = np.zeros(piece_of.max(initial=-1) + 1, np.int64)
         first_of_piece[piece_of[::-1]] = np.arange(len(piece_of))[::-1]

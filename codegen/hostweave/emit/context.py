@@ -97,9 +97,9 @@ class ProgramContext:
         self.members = CppNames(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
-        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh of these ranks
+        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh with these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # channel -> its exchange for kernels that communicate, both as members
+        self.exchanges: dict[str, str] = {}  # channel -> C++ member with the exchange, which kernels on this channel use
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
         self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`

@@ -147,7 +147,7 @@ class CppExprPrinter:
         return text
 
     def factor(self, size: Size) -> str:
-        """C++ of a size as the last factor of a product. Parentheses surround all sizes but products."""
+        """C++ of a size as the last factor of a product. Sums, differences and quotients are in parentheses."""
         text = self.size(size)
         return f"({text})" if {*"/+-"} & {*text.split()} else text
 

@@ -201,7 +201,8 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Makes offsets relative to an operand of a concat or pad. Yields the conditions that the index is in the operand."""
+        """In the `with` block, offsets are relative to an operand of a concat or pad. Yields the conditions that the index is in the
+        operand."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)
@@ -265,7 +266,7 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter, names: CppNames) -> CppExprPrinter:
-    """Printer in which multiples of the outermost size use one parameter of the kernel."""
+    """Printer of sizes. One parameter of the kernel, `rows`, replaces the outermost size and its multiples."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -72,7 +72,7 @@ def _broken(line: str, indent: str) -> list[str]:
     for head, steps in _HEADS:
         if parts := re.fullmatch(head, line):
             return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # masks string literals
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # Underscores replace strings.
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
         first, *rest = _pieces(line, bare, depths, 0)

@@ -25,7 +25,8 @@ class Lane(str):
 
 
 class Section:
-    """Statements of one scope. The first use of a value emits its computation, in the outermost scope that has its operands.
+    """Statements of one scope. The first use of a value emits its computation. A value that does not change in a loop is computed outside
+    of the loop.
 
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
     the section outside of this loop. `is_around` is True for such a section in a loop nest.

@@ -17,7 +17,7 @@ class Structs:
     """Parameter groups of inputs or outputs that are passed as one array of structs."""
 
     side: str  # "in" or "out"
-    struct: str  # C++ type
+    struct: str
     field: str  # name of the array, a field of the program's Inputs or Outputs
     groups: dict[str, ParameterGroup]  # parameter -> group
     members: dict[str, str]  # parameter -> C++ member

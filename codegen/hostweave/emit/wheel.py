@@ -18,8 +18,8 @@ from hostweave.types.zigzag import Zigzag
 class Wheel:
     target: str  # cpu or cuda
     version: str
-    dependencies: tuple[str, ...]  # at run time
-    build_requirements: tuple[str, ...]  # at build time
+    dependencies: tuple[str, ...]
+    build_requirements: tuple[str, ...]
 
     def files(self, program: ProgramSources) -> dict[str, str]:
         """The Python module, the description of the program, and fixed sources of the native library, as path -> text."""

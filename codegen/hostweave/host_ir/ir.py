@@ -148,7 +148,7 @@ class Channel:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if communications of the channel must not overlap with those of another such channel on the same device."""
+        """True if communications of the channel must not overlap with those of other channels on the same device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:

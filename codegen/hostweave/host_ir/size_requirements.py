@@ -19,7 +19,8 @@ MAX_SIZE = 2**48  # elements; no memory is so large
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Factor of a size -> number that must divide it, so that dims and trip counts with a single factor are integers."""
+    """Factor of a size -> divisor that this factor needs in dims and trip counts without other factors. Such dims and trip counts are
+    integers if the factor is a multiple of the divisor."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -41,8 +42,8 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Sizes without a negative
-    coefficient are omitted."""
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Omits sizes that cannot be
+    negative, because no coefficient is negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)

@@ -65,13 +65,13 @@ class Instruction:
 
     syntax: ClassVar[str] = ""  # text format; the text omits a field with its default value, together with the words before the field
     calls: ClassVar[bool] = True  # False if the instruction only defines a name
-    shows: ClassVar[str] = ""  # "in order" for a view that shows all elements in their order; "all" if the view changes the order
+    shows: ClassVar[str] = ""  # "in order" for a view that shows all elements in their order; "all" if their order changes
     copies: ClassVar[bool] = False  # True if the instruction can be removed when src and dst are the same memory
     work: ClassVar[str] = ""  # "compute", or "move" for copies and fills; "" if the instruction does no local work
     orders: ClassVar[bool] = False  # True if no work may move across the instruction
     marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # "gives" if the field `lse` is written, "takes" if it is read
-    grouped: ClassVar[bool] = False  # True if the body's sends and recvs are posted as a group
+    grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
     # kind of communication: send, recv, collective, signal, wait_signal or get
     posts: ClassVar[str] = ""
     exchanges: ClassVar[bool] = False  # True if the launched kernel exchanges data with kernels of other ranks
@@ -345,10 +345,8 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 
 class AliasRoots:
-    """Parameters and allocations that contain the memory of each name that a walk has visited.
-
-    A `choose` may have several roots. If two bodies define the same name, the last definition counts.
-    """
+    """Maps each name that a walk has visited to the parameters and allocations that contain its memory. A `choose` may have several roots.
+    If two bodies define the same name, the last definition counts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source

@@ -129,7 +129,8 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of `accesses` vectors evenly, or 0. Each thread holds `held` rows in registers."""
+    """Number of threads that share a row of `accesses` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
+    registers."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

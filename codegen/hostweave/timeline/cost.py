@@ -214,6 +214,6 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
     ir.OneSided: _nothing,  # Signals and waits send no data.
     **dict.fromkeys((ir.Record, ir.Wait), lambda operation, machine: Work(EVENT_SECONDS)),
-    # Only the waiting stream takes time.
+    # A fork or join takes time only on the streams that wait.
     **dict.fromkeys((ir.Fork, ir.Join), lambda operation, machine: Work(FORK_SECONDS if operation.waits else 0.0)),
 }

@@ -94,6 +94,6 @@ class Change:
 def changes_of(stages: Sequence[tuple[str, str]]) -> tuple[Change, ...]:
     found = []
     for (_, old), (name, new) in pairwise(stages):
-        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # without the file names
+        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # The first two lines name files.
         found += [Change(name, tuple(lines))] if lines else []
     return tuple(found)

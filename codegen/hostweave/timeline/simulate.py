@@ -45,7 +45,7 @@ class SimulatedTask:
     missing_starts: int = 0
     start: float = -1.0
     end: float = -1.0
-    remaining: float = 0.0  # remaining work, in seconds that the task would take alone
+    remaining: float = 0.0  # seconds that the rest of the task would take alone
     rate: float = 0.0  # seconds of work done per second
     since: float = 0.0  # time at which `remaining` was computed
 
@@ -188,7 +188,7 @@ class _Simulator:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # A small task is slowed down less.
+                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # Kernels and copies slow down a small task less.
             elif task.work.engine == "kernels":
                 ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))

@@ -184,7 +184,7 @@ def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionW
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
-    """Extra seconds of attention if keys are sharded: (with gathered keys, in a loop over blocks of keys).
+    """Returns the extra seconds of attention with sharded keys, as a pair: with gathered keys, and in a loop over blocks of keys.
 
     With gathered keys, the values need a second gather, and keys and values are copied to the layout of attention. In a loop, a rank packs
     its keys and values, and combines the results of the blocks. `gathered` and `result` are in bytes.
@@ -262,10 +262,8 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Extra seconds of a gather by copy engines: (to copy this rank's shard, to rearrange all shards).
-
-    Copy engines do not move this rank's shard, and cannot interleave the shards of an inner dim.
-    """
+    """Returns the extra seconds of a gather by copy engines, as a pair: to copy this rank's shard, and to rearrange all shards. Copy
+    engines do not move this rank's shard, and cannot interleave the shards of an inner dim."""
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out
 

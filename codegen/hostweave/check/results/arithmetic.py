@@ -17,7 +17,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp is a random function, or a random function with exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp: any random function, or one with exp(a + b) = exp(a) exp(b)
 
 
 def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:

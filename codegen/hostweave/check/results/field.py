@@ -17,11 +17,11 @@ _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of half an element; an element has 26 bits
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
-_FEW_TERMS = 16  # up to this number of terms per sum, NumPy's loops are faster than BLAS
-_SMALL = 2**14  # up to this number of multiplications, NumPy's loops are faster for up to _SUMMED terms
-_LONG = 64  # from this length of a contiguous dim on, the loops of einsum are faster than those of matmul
+_FEW_TERMS = 16  # most terms per sum for which NumPy's loops are faster than BLAS
+_SMALL = 2**14  # most multiplications for which NumPy's loops are faster, with up to _SUMMED terms per sum
+_LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than those of matmul
 _MANY = 1000
-_FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
+_FEW = 20  # most elements for which Python's `pow` is faster than 34 products of arrays
 _EXPONENTS = 1200  # more than the exponents of f64
 
 

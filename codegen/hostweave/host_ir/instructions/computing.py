@@ -81,7 +81,7 @@ class Grouped(Compute):
     is_outer: ClassVar[bool] = False
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        first = self.first.value if isinstance(self.first, Const) else 0  # Checks pass a constant.
+        first = self.first.value if isinstance(self.first, Const) else 0  # In a check, `first` is a constant.
         x, other, starts, ends = reads
         return ((grouped.summed if self.is_outer else grouped.multiplied)(np, x, other, starts, ends, first),)
 
@@ -108,8 +108,6 @@ class GroupedOuter(Grouped):
 
 
 class _Masked(Compute):
-    """Fields and methods that attention shares with its backward pass."""
-
     scale: float
     diagonal: Expr | None
     window: int | None
@@ -130,7 +128,7 @@ class _Masked(Compute):
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
         count = len(reads) - len(self.masked_by)
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # Checks pass a constant.
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # In a check, `diagonal` is a constant.
         masks = dict(zip(self.masked_by, reads[count:], strict=True))
         return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 

@@ -123,7 +123,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """Yields producers of operands that can run in the loop. With each come the further consumers that must join the loop."""
+        """Yields producers of operands that can run in the loop. Each comes with the further consumers that must join the loop."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
@@ -248,7 +248,7 @@ class _Choice:
         )
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of an earlier loop that can fuse with this loop. Without such a loop, the stated chunking or across
+        """Chunking and rotation of an earlier loop that can fuse with this loop. If there is none, uses the stated chunking, or across
         shards."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":

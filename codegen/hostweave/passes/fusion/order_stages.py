@@ -29,7 +29,8 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     in_ns = {name: round(time * 1e9) for name, time in times.items()}  # With integers, equal sums compare equal.
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
-    # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible.
+    # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible, and the
+    # move would wait for the op.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
     return replace(fusion, body=ordered) if ranks.time_of(ordered) < MAX_TIME_RATIO * ranks.time_of(fusion.ops) else fusion
@@ -57,8 +58,8 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling by earliest start. In a tie, moves come first, then ops before short chains, so backward passes precede later
-        forward passes."""
+        """List scheduling by earliest start. In a tie, a move comes first, and then the op with the shortest chain behind it. So a backward
+        pass precedes a later forward pass."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

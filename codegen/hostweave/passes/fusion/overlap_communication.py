@@ -62,7 +62,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
     for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.kind == "output":  # It names a further result of a call, and costs nothing.
+            if op.kind == "output":  # An output op only names a further result of a call, and costs nothing.
                 continue
             if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1

@@ -40,7 +40,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of a value, and their type. A rank applies the value's op to `operands`. Operands in `summed` are terms too."""
+    """Terms of a value, and the type of the terms. Each rank applies the value's op to `operands`. The operands in `summed` are terms
+    too."""
 
     type: TensorType
     operands: tuple[str, ...]

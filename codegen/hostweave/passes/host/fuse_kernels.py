@@ -38,7 +38,7 @@ _number = attrgetter("number")
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     links = Links(_unshared(program))
-    # Kernels whose results are cheap to recompute are first.
+    # Kernels whose results are cheap to recompute come first.
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
@@ -80,7 +80,7 @@ class Links:
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()  # A fused kernel is next, because its consumer may absorb it too.
+            producer = waiting.pop()  # The fused kernel comes next, because its consumer may absorb it too.
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)

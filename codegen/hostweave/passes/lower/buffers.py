@@ -119,7 +119,7 @@ class Buffers:
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
     def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
-        """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if it covers a single index."""
+        """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if this dim has a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
             self.view(self.flow.made[name], steps)
