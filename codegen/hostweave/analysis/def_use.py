@@ -19,8 +19,8 @@ class Place:
     """An instruction and its position in the program.
 
     `number` is its number in `tree.walk`. `body` is the enclosing body, and `index` the index in that body. `around` has the enclosing
-    instructions, outermost first. The body of a group does not count as a body, because the host enqueues its members together. `statement`
-    is the number of the enclosing group, or of the instruction itself.
+    instructions, outermost first. The body of a group does not count as a body, because the host enqueues the members of the group
+    together. `statement` is the number of the enclosing group, or of the instruction itself.
     """
 
     instruction: tree.Instruction

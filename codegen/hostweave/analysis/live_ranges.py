@@ -64,8 +64,8 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes. A
-    function keeps them, because another call may follow."""
+    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes. In
+    functions, such ends and joins stay, because another call may follow."""
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 

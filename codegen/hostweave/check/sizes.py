@@ -80,7 +80,7 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
 
 
 STEPS_TO_TRY = (16, 256, 4096)  # values of each size that the first, second and third search try
-MAX_TRIES = 2**14  # per search
+MAX_TRIES = 2**14  # most tries of one search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:

@@ -25,7 +25,8 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with it, to send other shards early.
+# A gather begins with the rank's own shard, which is available at once. A reduce-scatter ends with the rank's own shard, to send other
+# shards early.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
@@ -91,8 +92,8 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. In one iteration, all ranks have different owners, so they address different
-        peers."""
+        """Owner of an iteration's block in a loop by shard. In one iteration, all ranks have different owners, so the ranks address
+        different peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

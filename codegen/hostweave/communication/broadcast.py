@@ -1,4 +1,4 @@
-"""Algorithms broadcast and reduce: in each iteration, the owner of a block broadcasts it, or receives its reduction."""
+"""Algorithms broadcast and reduce: in each iteration, the owner of a block broadcasts the block, or receives the reduction of the block."""
 
 from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary

@@ -47,8 +47,8 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. With `overlaps`, only the seconds by which it delays concurrent ops: its kernels occupy
-    multiprocessors."""
+    """Seconds of a collective of `size` bytes. With `overlaps`, only the seconds by which the collective delays concurrent ops, because its
+    kernels occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 

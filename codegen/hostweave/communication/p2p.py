@@ -31,7 +31,7 @@ class _SendReceive(Lowering):
 
 
 class _P2pGather(_SendReceive):
-    """All-gather: the owner of a block sends it to the rank that uses it in this iteration."""
+    """All-gather: the owner of a block sends the block to the rank that uses it in this iteration."""
 
     def step(self, steps: LoopSteps) -> None:
         self.send_receive(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)

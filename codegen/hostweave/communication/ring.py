@@ -73,7 +73,8 @@ class _ForwardingRing(_Ring):
 
 
 class _RingGather(_ForwardingRing):
-    """All-gather: a rank sends its own block to the next rank, and then each block from the previous rank except the last."""
+    """All-gather: a rank sends its own block to the next rank. Then the rank sends each block that arrives from the previous rank, except
+    the last one."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -83,7 +84,7 @@ class _RingGather(_ForwardingRing):
 
 class _RingReduceScatter(_ForwardingRing):
     """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of the
-    owner's term. It is copied to the result after the loop."""
+    owner's term. After the loop, the sum is copied to the result."""
 
     @property
     def adds(self) -> str:

@@ -55,7 +55,7 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. They come late, because a reader may first need other data from a sender: at the
+        """Emits the waits of senders for their readers. A reader may first need other data from a sender, so the waits come late: at the
         end of the body, before a call of a function with moves to other meshes, or when all signal counters are in use."""
         for wait in self.pending_waits:
             wait()
@@ -177,7 +177,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # Views of an `on` body are not visible outside of it, where sends and recvs may be posted.
+    # Sends and recvs may be posted outside of the `on` body, where its views are not visible.
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed
@@ -193,7 +193,7 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # The `on` body of the first view may have ended.
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # The `on` body with the first view may have ended.
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))

@@ -23,7 +23,8 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """C++ string literal. Printable ASCII stays. Octal escapes, which the assembler also understands, replace all other bytes."""
+    """C++ string literal. Octal escapes replace quotes, backslashes, and all bytes that are not printable ASCII. The assembler understands
+    these escapes too."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
@@ -113,8 +114,8 @@ class CppExprPrinter:
         return name
 
     def size(self, dim_size: Size) -> str:
-        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates it from left to right, and every division is exact. A sum has no
-        parentheses."""
+        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates the product from left to right, and every division is exact. A sum
+        has no parentheses."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []

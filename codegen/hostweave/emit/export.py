@@ -14,7 +14,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
-_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that each project contains
+_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that are copied to every project
 _SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export uses it to detect edited files
 
 
@@ -39,8 +39,8 @@ def export(
     """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs, checks and times the program.
     With `wheel`, `pip wheel` builds a wheel from the project.
 
-    `reference` is the same computation as a program for one device, or the reason why there is none. `dtypes` are the dtypes of the
-    program's values. Kernels of both programs are scheduled for `machine`.
+    `reference` is a program for one device that does the same computation, or the reason why there is no such program. `dtypes` are the
+    dtypes of the program's values. Kernels of both programs are scheduled for `machine`.
 
     Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that was edited, or
     that no export wrote.

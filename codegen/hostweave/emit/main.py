@@ -17,7 +17,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f16, f32
 from hostweave.types.zigzag import Zigzag
 
-SIZE = 64  # default of a symbolic size, rounded up to a multiple of the divisor that the program needs
+SIZE = 64  # default of a symbolic size, or the next larger multiple of the divisor that the program needs
 RANK, INDEX = "r", "i"
 # Names that CMake, the runtime or the build folder use.
 _OF_CMAKE = """

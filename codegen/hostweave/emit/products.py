@@ -22,7 +22,7 @@ def multiplies(kernel: ir.Kernel) -> bool:
 
 
 class _EachElement(LoopPrinter):
-    """Loop of an epilogue, which hw::few_rows calls once per element."""
+    """Loop of an epilogue. hw::few_rows calls the epilogue once per element."""
 
     head = ""  # start of the call of hw::few_rows
     grid = ""

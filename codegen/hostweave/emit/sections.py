@@ -38,7 +38,7 @@ class Section:
         self.kernel, self.outer, self.around, self.is_wide, self.is_around = kernel, outer or around, around, width > 1, is_around
         self.hoisted = kernel.ir.outside_nests if is_around else kernel.ir.outside  # values that the outer section computes
         self.texts: dict[str, str] = {}
-        self.loads: dict[str, str] = {}  # input -> local variable that holds a vector of it
+        self.loads: dict[str, str] = {}  # input -> local variable with a vector of the input's elements
         self.own = ""  # value whose row this section computes for the registers, or ""
         # Vector loads, statements per element, updates, and vector stores are emitted in this order.
         self.begin: list[str] = []
@@ -143,11 +143,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: an expression or a local variable.
-
-        An expression is used if it is short or assigned to a variable, and has one use. The first use of a local variable declares the
-        variable.
-        """
+        """C++ of a value in its compute type: an expression or a local variable. The C++ is an expression if the value has one use, and the
+        expression is short or is assigned to a variable. The first use of a local variable declares the variable."""
         if self.outer and name in self.hoisted:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:

@@ -48,7 +48,7 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """Description of a parameter: name, type, dtype, index of the layout in `layouts`, and donated input."""
+    """Description of a parameter: name, type, dtype, index of the layout in `layouts`, and name of the donated input."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]

@@ -45,7 +45,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the enclosing `on` body's mesh. Outside of `on` bodies, of the program's mesh."""
+    """Coordinate of this rank along an axis of a mesh: the mesh of the enclosing `on` body, otherwise the program's mesh."""
 
     axis: str
     text = "rank.{axis}"

@@ -1,6 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-A field has a role. The role says how the instruction uses the buffer, the event or the other object that the field names.
+A field with a role names a buffer, an event or another object. The role says how the instruction uses this object.
 """
 
 import re
@@ -32,7 +32,7 @@ Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
 Update = Annotated[str, "update"]
-Alias = Annotated[str, "alias"]  # buffer whose elements the instruction does not access
+Alias = Annotated[str, "alias"]  # source of a view; the instruction does not access the elements
 Freed = Annotated[str, "free"]  # memory that other buffers may reuse afterwards
 Launched = Annotated[str, "launch"]
 Called = Annotated[str, "call"]
@@ -291,7 +291,7 @@ Edits = Mapping[int, Instruction | Body]  # maps an instruction's index in `walk
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction. Instructions in bodies are first. Returns `body` itself if nothing changes."""
+    """Applies `rule` to every instruction, first to those in bodies. Returns `body` itself if nothing changes."""
     result: list[Instruction] = []
     for old in body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))

@@ -6,9 +6,9 @@ gets
 
     outside: %m, %s, %r
 
-A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. The innermost loop is the loop
-over a vector in a pointwise kernel, or if each element of a vector has its own accumulator. An operand of a concat or pad is not hoisted,
-because a condition guards it.
+A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. In a pointwise kernel, the
+innermost loop is the loop over a vector. The same holds if each element of a vector has its own accumulator. An operand of a concat or pad
+is not hoisted, because a condition guards it.
 """
 
 from dataclasses import replace

@@ -71,8 +71,8 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Expensive or rounded values that several walks compute. The operand of a conversion to a wider type replaces its result: each walk
-    can repeat the conversion."""
+    """Expensive or rounded values that several walks compute. The operand of a conversion to a wider type replaces the converted value,
+    because each walk can repeat the conversion."""
     made = loops.kernel.made
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -95,7 +95,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
     """`roots`, and the values of the innermost loop on which `roots` depend, depth first. Omits values in `computed`, and values that only
-    these need."""
+    values in `computed` need."""
     made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:

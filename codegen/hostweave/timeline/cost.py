@@ -122,7 +122,7 @@ def _attention(operation: Operation, machine: Machine, products: float = 2.0) ->
     q, k, v = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.q, i.k, i.v))
     rows, columns = q.shape[-2], min(k.shape[-2], i.window or k.shape[-2])
     is_causal = i.diagonal is not None and not i.window
-    if is_causal and isinstance(i.diagonal, Const):  # True in every operation.
+    if is_causal and isinstance(i.diagonal, Const):  # Operations have constant diagonals.
         columns = max(0, min(columns, rows + i.diagonal.value))
     speed = ATTENTION_PEAK / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
     width = float(q.shape[-1] + v.shape[-1])

@@ -74,7 +74,7 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Fraction of the multiprocessors or of the memory bandwidth that the matmul uses. The larger fraction counts."""
+        """Fraction of the multiprocessors that the matmul uses, or fraction of the memory bandwidth if that is larger."""
         if not self.count * self.rows * self.columns:
             return 1.0
         _, blocks, computed = self._fastest(machine)

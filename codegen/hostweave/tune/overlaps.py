@@ -122,8 +122,8 @@ class _Finder:
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmul whose result the op reduces, and the chunked dim.
 
-        Returns no matmul if a loop cannot compute it, for example because another op reads its result. A chunked operand must not come from
-        a communication, a partial sum or a loop.
+        Returns no matmul if a loop cannot compute this matmul, for example because another op also reads the result. A chunked operand must
+        not come from a communication, a partial sum or a loop.
         """
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:

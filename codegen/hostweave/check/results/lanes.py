@@ -175,8 +175,8 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats, each with a shadow and an element of the field. `exp` is a random function of the element with exp(0) = 1. If its shadow
-    underflows to 0, its element is 0 too."""
+    """Floats, each with a shadow and an element of the field. `exp` is a random function of the element with exp(0) = 1. If the shadow of
+    the result underflows to 0, the element of the result is 0 too."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)

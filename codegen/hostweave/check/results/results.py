@@ -35,8 +35,8 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # relative difference below which two f64 numbers count as equal
-FEW_ELEMENTS = 2 * 10**4  # elements that all seeds of a small program compute together, approximately
-MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # Above the first number, two seeds with opposite signs. Above the second, one seed.
+FEW_ELEMENTS = 2 * 10**4  # approximate number of elements that all seeds of a small program compute together
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # numbers above which the check uses two seeds with opposite signs, or one seed
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def difference(
     """First difference between a host program and its fusion, or None.
 
     In the first run, exp is a random function. A correct program that merges softmaxes by log-sum-exps differs in this run. The second run
-    therefore uses exp(a + b) = exp(a) exp(b). If an instruction reads log-sum-exps, except the backward pass of attention, a correct
-    program may differ in both runs. Values in f64 then decide.
+    therefore uses exp(a + b) = exp(a) exp(b). A correct program may differ in both runs if an instruction reads log-sum-exps. Values in f64
+    then decide. The backward pass of attention does not count as such an instruction.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -212,7 +212,7 @@ class Results:
     """Comparison of a host program with its fusion, at several sizes."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, max_elements: float = inf):
-        """`max_elements`: skips sizes at which the fusion computes more elements."""
+        """Sizes at which the fusion computes more than `max_elements` elements are skipped."""
         self.max_elements = max_elements
         self.fusion, self.program, self.stages = fusion, program, stages
         self.executed: set[tree.Instruction] = set()

@@ -264,7 +264,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of it."""
+        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of the operand."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None

@@ -11,8 +11,8 @@ becomes, with S = 8192 and all other sizes known,
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
 In the attention, pieces are in rank order: pieces 0 and 3 of rank 0, then pieces 1 and 2 of rank 1. All rows of a rank see the first piece
-of the keys of each lower rank, but not the second piece. Only the second piece of a rank's rows sees keys of higher ranks, and sees both
-pieces.
+of the keys of each lower rank, but not the second piece. Only the second piece of a rank's rows sees keys of higher ranks, namely both
+pieces of each higher rank.
 """
 
 from dataclasses import replace

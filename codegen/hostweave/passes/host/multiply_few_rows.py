@@ -90,7 +90,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 
 
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
-    """Groups of matmuls that can run concurrently. They have the same first operand, and can move to the last of them."""
+    """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move to the last matmul."""
     found: list[list[PlacedMatmul]] = []
     last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
     for place, matmul in uses.instructions(ir.Matmul):
@@ -184,7 +184,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The fused kernel without a name: the matmuls, then the ops of `kernel`. Also returns the buffers that it reads."""
+    """The fused kernel without a name: the matmuls, then the ops of `kernel`. Also returns the buffers that the kernel reads."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

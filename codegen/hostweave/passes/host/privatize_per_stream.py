@@ -61,7 +61,7 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """Instruction at `place`, or the enclosing one that is directly in the stream block or in an `on` body of the block."""
+    """The instruction at `place`, or the enclosing instruction that is directly in the stream block or in an `on` body of the block."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]

@@ -114,7 +114,9 @@ class _Copy:
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
         inner = (i for i in tree.walk((self.loop.instruction,)) if not tree.bodies(i))
-        changes = (i for i in inner if not (isinstance(i, ir.Signalled) and i.state == "ready"))  # a buffer that is ready only gets readers
+        changes = (
+            i for i in inner if not (isinstance(i, ir.Signalled) and i.state == "ready")
+        )  # Signals of the state `ready` announce only reads.
         if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes(changes):
             return {}
         reads = list(self.touching(root, "read"))
@@ -155,7 +157,7 @@ class _Copy:
     # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> BodyEdits:
-        """Edits that compute the source in the destination. Empty if uses of either forbid this."""
+        """Edits that compute the source in the destination. Empty if uses of the source or of the destination forbid this."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
         if self.src not in self.uses.allocates or not users or self.copies:

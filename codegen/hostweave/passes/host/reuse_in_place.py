@@ -9,7 +9,7 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 If the source and the destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to its destination. `may_overwrite` decides if an instruction may write a result over an operand.
+writes to the destination of the copy. `may_overwrite` decides if an instruction may write a result over an operand.
 
 A result is computed in donated memory if all reads of the donated input come first. Otherwise the result is copied there at the end.
 """
@@ -106,7 +106,8 @@ class _Sharing:
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
         """Puts the operand into the memory of a donated input, if the result must be there. Other accesses of the input must come before
-        the first access of the operand, or after this instruction. The first access may read the input if it may write over the input."""
+        the first access of the operand, or after this instruction. The first access may itself read the input if its instruction may write
+        over the input."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False

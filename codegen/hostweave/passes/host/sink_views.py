@@ -53,7 +53,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction that can move before it."""
+    """Views inside an instruction that can move before the instruction."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):

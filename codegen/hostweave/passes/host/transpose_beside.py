@@ -44,7 +44,7 @@ def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None
 
 
 def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
-    """True if the copy can move to the launch at `first`, which computes its operand."""
+    """True if the copy can move to the launch at `first`. This launch computes the operand of the copy."""
     (dst,) = tree.names(copy.instruction, "write")
     is_whole = uses.root(dst) == dst and len(uses.types[result].shape) == 2
     if copy.body is not first.body or copy.number < first.number or not is_whole:

@@ -72,7 +72,7 @@ class Asynchronous:
 
     def settle(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # The op accesses no memory, or only on the separate stream.
+            if self.flow.is_view(op) or self.takes(op):  # The op accesses no memory, or accesses memory only on the separate stream.
                 continue
             for name in op.tensors:
                 self.wait_for(name)

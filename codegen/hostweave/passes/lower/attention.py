@@ -1,5 +1,5 @@
-"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another one computes
-the gradients.
+"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another instruction
+computes the gradients.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
@@ -57,8 +57,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block of keys. A row that sees no key of the block gets 0, and the log-sum-exp -inf. Its weight is
-        0 when blocks are merged."""
+        """Emits attention to the current block of keys. A row that sees no key of the block gets 0, and the log-sum-exp -inf. The weight of
+        such a row is 0 when blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 

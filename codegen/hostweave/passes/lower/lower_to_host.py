@@ -393,7 +393,7 @@ class _Lowering:
     # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
-        """Moves blocks between ranks. If each rank stores all blocks, moves the blocks in its memory."""
+        """Moves blocks between ranks. If each rank stores all blocks, each rank moves the blocks in its own memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)

@@ -35,7 +35,7 @@ class _Carried:
 
     name: str
     source: str  # operand of the first call
-    buffers: tuple[str, ...]  # one buffer that each call updates or that keeps all values, or two that alternate
+    buffers: tuple[str, ...]  # one buffer, which each call updates or which keeps all values; or two buffers that alternate
     keeps: str = ""  # "taken": `buffers` has the operands of all calls, and the last result; "given": the results of all calls
     is_copied: bool = True  # True if the first call reads a copy of `source`
 

@@ -165,7 +165,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """Emits the product of a matrix and its scales of blocks, in f32. Returns its buffer."""
+        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of this product."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
@@ -182,7 +182,7 @@ class ScaledMatmuls:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, per_step(self.b, f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
-        """Emits the launch of a kernel that multiplies a buffer by factors. It computes in `dtype`, and rounds the result once."""
+        """Emits the launch of a kernel that multiplies a buffer by factors. The kernel computes in `dtype`, and rounds the result once."""
         result = Value(op.result.name, self.kernels.tensor(target))
         names = {buffer: f"operand_{number}" for number, buffer in enumerate(dict.fromkeys((source, *factors)))}
         ops, last, have = list[Op](), names[source], self.b.types[source].dtype
