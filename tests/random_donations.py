@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Fusion
 
 
 class Donating(Generator):
-    """Generates programs and blocks that donate some inputs, and that return views of these inputs and of other results."""
+    """Generates programs and blocks that donate some inputs. They return views of these inputs and of other results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -36,14 +36,15 @@ class Donating(Generator):
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in donated memory, and other results: views of inputs, of computed values, or of the results in donated memory."""
+        """Results in donated memory, and other results. Other results are views of inputs, of computed values, or of the results in donated
+        memory."""
         made = list(self.body([*tensors.values()], most, ops))
         taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
         viewed = [*tensors.values(), *made, *taken.values()]
         return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
 
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        """A value that is returned in the memory of the input x."""
+        """A value for the memory of input x."""
         alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
@@ -54,7 +55,7 @@ class Donating(Generator):
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
-        """A chain of views. The chain includes a local slice if a dim is sharded further."""
+        """A chain of views. It includes a local slice if a dim is sharded further."""
         for _ in range(self.random.randint(1, 3)):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)
@@ -76,7 +77,7 @@ VIEWS: tuple[MakeOp, ...] = (
 
 
 def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Call of a block that donates some inputs. The same argument may be passed to two of these inputs."""
+    """Call of a block that donates some inputs. Two of these inputs may get the same argument."""
     assert isinstance(g, Donating)
     other = g.random.choice([t, g.other(values, t)])
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])

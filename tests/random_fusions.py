@@ -30,10 +30,11 @@ MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
 
 
-NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # results with these numbers are exact
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # Results with these numbers are exact.
 
 
-# Algorithms for a loop's communication: the gather of an operand, a reduction to a sharded result, and a reduction to a replicated result.
+# Algorithms for the communication of a loop: the gather of an operand, a reduction to a sharded result, and a reduction to a replicated
+# result.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 
 
@@ -57,7 +58,7 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
-        self.zigzag = Random(~seed)  # a separate generator, so that all other choices of a seed stay the same
+        self.zigzag = Random(~seed)  # A separate generator keeps all other choices of a seed unchanged.
         self.has_zigzag = self.zigzag.random() < 0.25
         if self.has_zigzag:
             self.sizes = {name: 2 * size for name, size in self.sizes.items()}
@@ -69,7 +70,7 @@ class Generator:
         return self.mesh.ranks(ranks, z=len(ranks))
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """Dims for a spec: these sizes, some of them randomly sharded."""
+        """Dims of these sizes for a spec. Some dims are randomly sharded."""
         mesh = mesh or self.mesh
         axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
@@ -77,7 +78,7 @@ class Generator:
         for i, size in enumerate(shape):
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
             dims.append(f"{size}@{','.join(own)}" if own else size)
-            with contextlib.suppress(ValueError):  # an impossible size, such as M/2 if M is 7
+            with contextlib.suppress(ValueError):  # The size is impossible, such as M/2 if M is 7.
                 if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
                     in_pieces.append(i)
         for i in in_pieces if self.has_zigzag else ():
@@ -98,11 +99,11 @@ class Generator:
         return self.random.choice([value for value in values if value.type.mesh == t.type.mesh])
 
     def body(self, tensors: list[hw.Tensor], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Applies up to `most` random ops to the tensors and to intermediate results, and returns some of the results."""
+        """Applies up to `most` random ops to the tensors and to intermediate results. Returns some of the results."""
         values = list(tensors)
         for _ in range(self.random.randint(1, most)):
-            with contextlib.suppress(ProgramError):  # the random op does not accept these operands
-                (last,) = self.random.choices(values, range(1, len(values) + 1))  # prefer later values, so that results are used
+            with contextlib.suppress(ProgramError):  # The random op does not accept these operands.
+                (last,) = self.random.choices(values, range(1, len(values) + 1))  # Later values are preferred, so that results are used.
                 values.append(self.random.choice(ops)(self, values, last))
         made = values[len(tensors) :] or [values[0] + 1]
         return tuple(self.random.sample(made, min(len(made), self.random.randint(1, 3))))
@@ -117,7 +118,7 @@ class Generator:
         return hw.fusion(mesh=self.mesh, **inputs)(random)
 
     def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
-        """Arrays of small integers, whose sums and products are exact."""
+        """Arrays of small integers. Sums and products are exact."""
         random = np.random.default_rng(seed)
         shapes = {v.name: [e.bind(self.sizes) for e in v.type.shape] for v in fusion.arguments}
         return {v.name: random.integers(-2, 3, shapes[v.name]).astype(numpy_dtype(v.type.dtype)) for v in fusion.arguments}
@@ -141,7 +142,7 @@ def cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
-        is_sum = "(" in str(t.shape[dim])  # a slice with a step would require divisibility, which other uses of the size may exclude
+        is_sum = "(" in str(t.shape[dim])  # A slice with a step requires divisibility. Other uses of the size may exclude this.
         key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
 
@@ -156,7 +157,7 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """A communication, and a matmul or negation that does not depend on it."""
+    """A communication, and an independent matmul or negation."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
     values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
     return made
@@ -186,7 +187,7 @@ def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tens
 
 
 def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Random op with one or two tensors from the op table, on integers, so that results are exact."""
+    """Random op of one or two tensors from the op table. The op is on integers, so that results are exact."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     kind = g.random.choice([kind for kind, op in pointwise.OPS.items() if op.is_public and op.arity in (1, 2)])
@@ -195,7 +196,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """argmax and similar ops, sorts and scans, on integers, because rounding of floats could create ties."""
+    """argmax and similar ops, sorts and scans. These ops are on integers, because rounded floats could be equal."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -218,7 +219,7 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
-    """Index of the tensor's largest element along a dim. All positions of the other dims use the same index."""
+    """Index of the largest element of the tensor along a dim. All positions of the other dims use the same index."""
     last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
     return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
 
@@ -238,12 +239,12 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
         return hw.dynamic_slice(t, starts, [1 if is_cut else size for is_cut, size in zip(cut, t.shape, strict=True)])
     update = t[tuple(slice(0, g.random.choice([1, -1])) if is_cut else slice(None) for is_cut in cut)] * 3
     if t.ndim > 1 and cut[1] and not cut[0] and g.random.random() < 0.5:
-        starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # one position per batch element
+        starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # There is one position per batch element.
     return hw.dynamic_update_slice(t, g.random.choice([update, g.resharded(update), t]), starts)
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Matmul in a chunk loop, with any algorithm: its operand is gathered for one or several matmuls, or its partial sums are reduced."""
+    """Matmul in a chunk loop, with any algorithm. Its operand is gathered for one or several matmuls, or its partial sums are reduced."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -264,7 +265,7 @@ def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
-    by = g.random.choice([way for way in SCATTERING if way != "ring"])  # a ring needs contiguous blocks
+    by = g.random.choice([way for way in SCATTERING if way != "ring"])  # A ring needs contiguous blocks.
     terms = hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(t.T, f"{columns}@{axis}", rows)
     scattered = hw.reshard(terms, rows, f"{rows}@{axis}")
     return scattered.stream(1, chunks=g.random.choice([size, 2 * size]), algorithm=by if size > 1 else None)
@@ -360,7 +361,7 @@ def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Calls a block on two tensors: an earlier block for these dtypes and shapes, or else a new block."""
+    """Calls a block on two tensors. Uses an earlier block for these dtypes and shapes, or makes a new block."""
     other = g.other(values, t)
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
     if not known:
@@ -399,7 +400,7 @@ __global__ void {name}({", ".join(parameters)}) {{
 
 
 def collided(fusion: Fusion) -> Fusion:
-    """The same program with names that the compiler also generates, such as `M_x` from M and x, or `product`."""
+    """Replaces names by names that the compiler also generates, such as `M_x` from M and x, or `product`."""
     axis = fusion.mesh.axes[0][0]
     names = {"N": f"M_{axis}", "K": f"M_block_{fusion.mesh.size}", "x1": "x0_e", "x2": "x0_i"}
     names |= {"made": "product", "last": "rows", "y": "columns", "t": "term_0", "first": "operand_0", "scattered": "operand_1"}
@@ -410,7 +411,7 @@ def wider(seed: int) -> Generator:
     """Generator of programs on up to 8 ranks. The programs have more computed positions and loops over columns, and a second mesh of the
     same ranks.
 
-    These features are not in `Generator`, so that its programs for each seed stay the same.
+    `Generator` lacks these features, so that its programs for each seed stay the same.
     """
     generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [*[_updated] * 6, *[_columns_in_a_loop] * 2])
     ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)

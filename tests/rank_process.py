@@ -40,10 +40,10 @@ from hostweave.types.tensor import block_of, holds
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
-FEW = ("ag_matmul_p2p", "mlp_put")  # sends and signals, for tests of launchers
+FEW = ("ag_matmul_p2p", "mlp_put")  # Sends and signals, for tests of launchers.
 SIGNALLED = ("mlp_put", "exchanges")
 IN_WINDOWS = "mlp_put"  # the program that is also called with arrays of `group.empty`
-OF_SOME = ("exchanges", "residual_put")  # programs that use max, so every rank needs at least one element
+OF_SOME = ("exchanges", "residual_put")  # These programs use max, so every rank needs at least one element.
 
 
 def named(name: str, ranks: int) -> Fusion:
@@ -81,7 +81,8 @@ class Rank:
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
-        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # not imported on CPUs: it takes seconds
+        # torch is not imported on CPUs, because the import takes seconds.
+        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")
         self.device = f"cuda:{local_rank}" if target == "cuda" else "cpu"
         if target == "cuda":
             self.torch.cuda.set_device(self.device)
@@ -112,7 +113,7 @@ class Rank:
         ]
 
     def check(self, fusion: Fusion, program: hw.Program, arrays: Arrays, results: Any) -> None:
-        """Tests that every output equals the local block of the reference. Results are exact, because inputs are small integers."""
+        """Tests that every output equals the local block of the reference. Inputs are small integers, so results are exact."""
         outputs = results if isinstance(results, tuple) else (results,)
         for parameter, want, got in zip(program.host.results, run_reference(fusion, arrays), outputs, strict=True):
             if not holds(parameter.type, fusion.mesh, self.group.rank):
@@ -126,18 +127,18 @@ class Rank:
 
 def run_all(rank: Rank, which: str) -> None:
     programs = programs_for(rank.group.count, which)
-    both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # one_sided needs a recent NCCL on CUDA
+    both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # On CUDA, one_sided needs a recent NCCL.
     for (name, fusion), transport in ((item, by) for item in programs.items() for by in (both if item[0] in EXCHANGES else ("auto",))):
         program = hw.compile(fusion, target=rank.target, options=hw.Options(transport=transport))
         sizes = sizes_of(program.host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
-        is_told = program.host.uneven or any(value.type.mesh for value in fusion.inputs)  # local shapes do not determine the sizes
+        is_told = program.host.uneven or any(value.type.mesh for value in fusion.inputs)  # Local shapes do not determine the sizes.
         known = {size: sizes[size] for size in program.host.given_sizes()} if is_told else None
         if name not in OF_SOME:
             nothing = dict.fromkeys(program.host.given_sizes(), 0)
             none = integer_arrays(fusion, sizes | nothing, seed=0)
             rank.check(fusion, program, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
-        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # all in flight at once
+        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # All calls are in flight at once.
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, program, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
@@ -164,7 +165,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     calls.make()
     say("ready")
     if end := os.environ.get("ENDS"):
-        sys.stdin.readline()  # until the other ranks have made their first call
+        sys.stdin.readline()  # Waits until the other ranks have made their first call.
         if end == "exception":
             raise ValueError("a mistake")
         sys.exit(int(end))
@@ -172,7 +173,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     try:
         while True:
             if os.getppid() != test:
-                sys.exit("the test is gone")  # the test has exited, so end this process
+                sys.exit("the test is gone")  # The test has exited, so this process ends.
             calls.make()
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
@@ -186,7 +187,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Makes calls with arrays in a different order on each of 2 ranks. Rank 1 also passes new arrays."""
+    """Makes calls. Each of 2 ranks passes its arrays in a different order. Rank 1 also passes new arrays."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
@@ -208,7 +209,7 @@ def run_once(rank: Rank, name: str) -> None:
         calls = Calls(rank, name)
         calls.make()
         say(f"rank {rank.group.rank} of {rank.group.count} is right")
-        rank.group.close()  # before the programs and graphs of the group are freed
+        rank.group.close()  # The group must close before its programs and graphs are freed.
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
 
@@ -242,16 +243,16 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-                self.rank.group.check()  # before results are compared, because an aborted call has no results
+                self.rank.group.check()  # This comes before the comparison, because an aborted call has no results.
             self.rank.check(self.fusion, self.program, arrays, result)
 
 
 def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())  # in one write: ranks share torchrun's output
+    os.write(1, f"{line}\n".encode())  # One write is used, because ranks share torchrun's output.
 
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs start without this handler.
     local_rank = LaunchedRank(os.environ).local_rank or 0
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):

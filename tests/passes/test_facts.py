@@ -81,7 +81,7 @@ def test_facts_hold_between_their_passes() -> None:
 
 
 def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the pass sink_views by a pass that deallocates a buffer. Only a later pass may deallocate."""
+    """Replaces the pass sink_views by a pass that deallocates a buffer. Only later passes may deallocate."""
 
     def sink_views(program: ir.HostProgram, options: hw.Options) -> ir.HostProgram:
         (name,) = (name for i in tree.walk(program.body) for name in tree.names(i, "allocate"))
@@ -100,7 +100,8 @@ def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyP
 
 
 def test_a_pass_returns_an_unchanged_program_itself() -> None:
-    """Analyses that are cached on the program, and on its ops and kernels, stay valid. An equal copy would be verified again."""
+    """Analyses are cached on the program, on its ops and on its kernels. The cached analyses stay valid. An equal copy would be verified
+    again."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K", "K@x"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

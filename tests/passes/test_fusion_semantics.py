@@ -1,7 +1,7 @@
 """After the passes on the fusion IR, each rank computes its block of the result from its shards and the communications.
 
-The tests execute the result of the passes op by op in NumPy, with one local array per rank for each value. The tests cover the semantics of
-shardings, partial sums and reshards without a host program.
+The tests execute the result of the passes op by op in NumPy, with one local array per rank for each value. So the tests cover the semantics
+of shardings, partial sums and reshards without a host program.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
 
 
 def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
-    """Executes one communication or local slice, according to the attributes of the op."""
     change = step_of(op)
     result = []
     for rank, mine in enumerate(local):
@@ -147,7 +146,7 @@ def random_fusion(seed: int) -> Fusion:
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))
                 case 6 if x.ndim == 2 and x.shape[0] in SIZES:
                     y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
-                case 7 if x.ndim == 2:  # ops that are linear, so partial sums may pass
+                case 7 if x.ndim == 2:  # These ops are linear, so they accept partial sums.
                     y = hw.permute_dims(hw.concat([x.T @ x, (x * 0.5).T @ x - x.T @ x], axis=0) + 0 * (x.T @ x)[:1], (1, 0))
                 case _:
                     y = x * 0.5

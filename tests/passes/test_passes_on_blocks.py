@@ -1,4 +1,4 @@
-"""Passes on programs with blocks: passes treat each body as a separate program, and calls agree with the shardings of parameters and
+"""Passes on programs with blocks. Passes treat each body as a separate program. Calls agree with the shardings of parameters and
 results."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_a_reshard_of_a_result_with_a_stream_becomes_a_copy() -> None:
-    """A reshard of a call's result to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream,
+    """A reshard of a call's result to the same sharding may have a stream and a name. The call gets the name. A copy gets the stream,
     because a call cannot have a stream."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
@@ -88,7 +88,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """A call is never in a chunk loop, even if it is the only op that uses a streamed communication."""
+    """This holds even if the call is the only op that uses a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -145,7 +145,7 @@ def test_each_body_has_separate_events() -> None:
 
 
 def test_a_block_has_a_channel_where_it_communicates() -> None:
-    """On one rank a ring sends nothing, and the program has no channel. On two ranks, the program has one channel."""
+    """On one rank, a ring sends nothing, and the program has no channel. On two ranks, the program has one channel."""
     text = """\
 fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
   %y: f32[M@x, E] = call @layer(%x, %w)
@@ -188,8 +188,8 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The join before a call is kept, because the called block forks the same streams. The work of the block must follow the earlier work
-    on these streams."""
+    """The called block forks the same streams. Its work must follow the earlier work on these streams, so the join before the call
+    stays."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
@@ -207,7 +207,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 
 
 def test_channels_are_ordered_in_each_body() -> None:
-    """Channels are ordered in each body separately, because a body can use only sizes of its parameters."""
+    """A body can use only sizes of its parameters, so each body orders its channels separately."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
@@ -228,7 +228,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 
 
 def test_channels_of_a_program_whose_block_has_events() -> None:
-    """If a program with a block is split into bodies, the body that calls the block also declares the block's events."""
+    """When a program with a block is split into bodies, the body that calls the block also declares the events of the block."""
     text = """\
 function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
@@ -365,8 +365,8 @@ def test_slices_of_stacked_weights_are_passed_without_a_copy() -> None:
 
 
 def test_asynchronous_communication_ends_before_a_block_that_communicates() -> None:
-    """An asynchronous communication ends before a block that communicates, so that all ranks have the same order. The communication
-    overlaps with a block that does not communicate."""
+    """An asynchronous communication ends before a block that communicates, so that all ranks use the same order. The communication overlaps
+    with other blocks."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

@@ -1,6 +1,6 @@
 """Random attention programs, forward and backward, on 1 to 8 ranks. A seed selects sizes, head groups, masks and shardings.
 
-Results are compared with a tolerance, so these programs are separate from the other random programs, whose results are exact.
+Results are compared with a tolerance. The results of the other random programs are exact, so attention has a separate file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Case:
         self.mesh = hw.Mesh(**random.choice(MESHES))
         groups, of_group, self.size = random.choice([1, 2, 3, 4]), random.choice([1, 1, 2]), random.choice([4, 8, 16])
         self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
-        known = Random(~seed)  # a separate generator, so these draws do not change the draws of `self.random`
+        known = Random(~seed)  # A separate generator keeps the draws of `self.random` unchanged.
         self.stated = {name: size if known.random() < 0.5 else name for name, size in self.sizes.items()}
-        rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # the numbers of rows and keys may be equal
+        rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # The numbers of rows and keys may be equal.
         self.batch: list[int | str] = random.choice([[], [self.stated["B"]]])
         heads, columns = groups * of_group, random.choice([8, self.size])
         self.inputs = {
@@ -96,7 +96,8 @@ class Case:
 
 
 def is_right(seed: int) -> bool:
-    """True if the program of this seed runs, False if it is refused for a known reason. Fails on wrong results and on other refusals."""
+    """Returns True if the program of this seed runs, and False if it is refused for a known reason. Fails on wrong results and on other
+    refusals."""
     case = Case(seed)
     try:
         fusion = case.fusion()

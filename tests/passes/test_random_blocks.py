@@ -1,4 +1,4 @@
-"""Moves some ops of random programs into a block, and tests that results do not change. `pytest -m slow` tests many more programs."""
+"""Moves some ops of random programs into a block. Results must not change. `pytest -m slow` tests many more programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
-    """The program with consecutive ops moved to a block, which has randomly sharded parameters and is called twice. None if no such program
-    is possible."""
+    """Moves consecutive ops to a block. The block has randomly sharded parameters, and is called twice. Returns None if no such program is
+    possible."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
     made = {op.result.name: op.result for op in ops}
@@ -37,7 +37,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     result = replace(fusion, body=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
-    except ProgramError:  # a size that no parameter determines
+    except ProgramError:  # No parameter determines this size.
         return None
     return result
 
@@ -51,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """True if the program of this seed runs. None if the program has no ops for a block."""
+    """Returns True if the program of this seed runs, and None if the program has no ops for a block."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

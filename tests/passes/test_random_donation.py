@@ -1,4 +1,4 @@
-"""Random programs and blocks that donate inputs, and return views of the inputs and of results. `pytest -m slow` tests many more
+"""Random programs and blocks that donate inputs, and that return views of inputs and of results. `pytest -m slow` tests many more
 programs."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_compiled_donations(seed: int) -> None:
         try:
             ranks = program.run(**{name: array.copy() for name, array in arrays.items()}, ranks=True)
         except ArgumentError:
-            return  # the program does not support these sizes
+            return  # The program does not support these sizes.
     results = [dict(zip(names, own if isinstance(own, tuple) else (own,), strict=True)) for own in ranks]
     compare(host, without_kernels(fusion), arrays, results, f"seed {seed}\n{program.source}")
 
@@ -55,14 +55,14 @@ def test_compiled_donations(seed: int) -> None:
 
 
 def late_copies(host: HostProgram) -> Iterator[HostProgram]:
-    """Programs in which one copy of donated memory is moved to the end of the body, after the memory was overwritten."""
+    """Yields programs in which one copy of donated memory is moved to the end of the body, after the memory was overwritten."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         uses, donated = def_use(part), {output.memory for output in part.outputs}
         for copy in (place for place in uses.places if place.instruction.copies and not place.around):
             (root,), (dst,) = (map(uses.root, tree.names(copy.instruction, role)) for role in ("read", "write"))
             later = [touch.instruction for touch in uses.touches[root] if touch.number > copy.number]
-            is_last = uses.touches[dst][-1].number == copy.number  # nothing reads the copy
+            is_last = uses.touches[dst][-1].number == copy.number  # Nothing reads the copy.
             if root in donated and is_last and dst in {output.name for output in part.outputs} and root in uses.writes(later):
                 body = (*uses.edited({copy.number}, {}), copy.instruction)
                 yield joined([*parts[:at], replace(part, body=body), *parts[at + 1 :]])

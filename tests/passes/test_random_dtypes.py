@@ -1,7 +1,6 @@
 """Random programs with values of several dtypes: narrow floats and ints, 8-bit floats and bools.
 
-All values are small ints, so that results are exact. Sizes are often 1 or smaller than the number of ranks, and typical sizes are
-stated.
+All values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Typical sizes are stated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OTHERS = (*INTS, *FLOATS, hw.bool_, hw.f8e4m3, hw.f8e5m2)
 
 
 def _small(g: Generator, t: hw.Tensor, dtypes: tuple[Any, ...]) -> hw.Tensor:
-    """Ints from 0 to 2 that are computed from the elements, in another dtype."""
+    """Returns ints from 0 to 2 in another dtype, computed from the elements."""
     return hw.astype(hw.clip(t, 0, 2), g.random.choice(dtypes))
 
 
@@ -33,7 +32,7 @@ def _of_bits(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _looked_up(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Looks up rows of `t`, at indices that are computed from `t` or made by iota."""
+    """Looks up rows of `t`. The indices are computed from `t`, or made by iota."""
     x, axis = _small(g, t, OTHERS), g.random.randrange(t.ndim)
     row = hw.iota(t, axis, g.random.choice([hw.i32, hw.i64]))
     return hw.take(x, g.random.choice([row, row * 0, hw.astype(hw.argsort(t, axis), hw.i32)]), axis)

@@ -43,7 +43,7 @@ def _numbered(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _shared_out(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Subtracts the sum of a value over a dim from twice the value. The dim may have one element per rank."""
+    """Subtracts the sum over a dim from twice the value. The dim may have one element per rank."""
     axis = g.random.randrange(t.ndim or 1)
     return g.resharded(t) * 2 - hw.sum(g.resharded(t), axis, keepdims=True)
 
@@ -52,7 +52,7 @@ CONSTANTS: tuple[MakeOp, ...] = (_full, _zeros_beside, _numbered, _shared_out, _
 
 
 class Edges(Donating):
-    """Generates programs on overlapping meshes with symbolic sizes, several of which are 0, 1 or the number of ranks."""
+    """Generates programs on overlapping meshes. Sizes are symbolic, and several sizes are 0, 1 or the number of ranks."""
 
     def __init__(self, seed: int):
         super().__init__(seed)

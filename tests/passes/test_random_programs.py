@@ -1,6 +1,5 @@
 """Random fusions. Hostweave refuses a fusion, or lowers it to a program. The program can be printed and parsed, passes the check, and gives
-NumPy's results. `pytest -m slow` tests many more fusions.
-"""
+NumPy's results. `pytest -m slow` tests many more fusions."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-SEEDS = 160  # number of seeds in the default run; their programs must have all instructions that are not in NOT_MADE
+SEEDS = 160  # Number of seeds in the default run. Their programs have all instructions that are not in NOT_MADE.
 
 
 def is_right(seed: int) -> bool:
-    """True if the program of this seed runs at its sizes. Fails if results are wrong."""
+    """Returns True if the program of this seed runs at its sizes. Fails if results are wrong."""
     generator = Generator(seed)
     return computes(generator, generator.fusion(), seed)
 
@@ -34,7 +33,7 @@ def is_right(seed: int) -> bool:
 @pytest.mark.parametrize("seeds", parts(SEEDS, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
-    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # the other programs are refused
+    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The other programs are refused.
 
 
 @pytest.mark.parametrize("seeds", parts(40, 10000), ids=str)
@@ -47,9 +46,9 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # occur only in handwritten host programs and in timelines
-NOT_MADE |= {"Attention", "AttentionBackward"}  # covered by the tests of attention, because results are not exact
-NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # covered by test_random_routings
+NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # These occur only in handwritten host programs and in timelines.
+NOT_MADE |= {"Attention", "AttentionBackward"}  # The tests of attention cover these, because results are not exact.
+NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings covers these.
 
 
 @pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
@@ -77,7 +76,6 @@ def test_collectives_in_kernels(seeds: range) -> None:
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs_have_every_instruction_and_algorithm() -> None:
-    """The random programs contain every algorithm, and every instruction that is not in NOT_MADE."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     missing: set[str | None] = {None, "sent_on", *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
     for fusion in (one for seed in range(SEEDS) for one in (Generator(seed).fusion(), exchanging(seed)[1])):
@@ -110,7 +108,7 @@ def test_compiled_programs(seed: int) -> None:
             try:
                 ranks = program.run(**arrays, ranks=True)
             except ArgumentError:
-                return  # the program does not support these uneven sizes
+                return  # The program does not support these uneven sizes.
         results = [dict(zip(names, own if isinstance(own, tuple) else (own,), strict=True)) for own in ranks]
         compare(host, without_kernels(fusion), arrays, results, f"seed {seed}\n{program.source}")
 
@@ -143,7 +141,7 @@ def test_random_moves(seeds: range) -> None:
 
 
 def turns_right(seed: int) -> bool:
-    """Programs with transposes between ops of one chunk loop, with and without a communication before the loop."""
+    """Programs with transposes between ops of one chunk loop. Some loops have a communication before them."""
     generator = Generator(seed)
     dims = list("MNK")[: generator.random.randint(2, 3)]
 
@@ -197,7 +195,7 @@ def test_random_contractions(seeds: range) -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """Contractions as in `contracts_right`, written as matmuls of reshaped operands, also with transposes before or after the reshape."""
+    """Contractions as in `contracts_right`, written as matmuls of reshaped operands. Some have transposes before or after the reshape."""
     generator = Generator(seed)
     random = generator.random
     k = random.sample(["M", "N", 2, 3], random.randint(2, 3))
@@ -263,7 +261,7 @@ def sums_right(seed: int) -> bool:
     def summed(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values = [x, y]
         for _ in range(generator.random.randint(1, 2)):
-            with contextlib.suppress(ProgramError):  # the random op does not accept these operands
+            with contextlib.suppress(ProgramError):  # The random op does not accept these operands.
                 values.append(of_sums(generator, values, values[-1]))
         return tuple(value + 0 for value in values)
 

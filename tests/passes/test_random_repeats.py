@@ -1,10 +1,9 @@
 """Random programs in which calls of a function repeat with different parameters, like the layers of a model.
 
-One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded; some calls take the weight
-of another call. Calls may also take a cache each, which may be donated. Some calls return additional results, and some values between calls
-are returned or used again. Another block may then be called once for each earlier call, usually in reverse order, as in a backward pass.
-Each call of this block takes the result of the block's previous call. It also takes the input of an earlier call, the result of that call,
-or both.
+One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded. Some calls take the weight
+of another call. Each call may also take a cache, which may be donated. Some calls return additional results. Some values between calls are
+returned or used again. Then another block may be called once per earlier call, usually in reverse order, as in a backward pass. Each call
+of this block takes the result of its previous call, and the input of an earlier call, the result of that call, or both.
 """
 
 from __future__ import annotations
@@ -99,9 +98,9 @@ class Repeats(Donating):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
-        """Calls another block once for each earlier call, or never. Each call takes the input of the earlier call, the result, or both.
-        Returns the result of the last call, if any."""
-        draw = Random(~self.seed)  # separate generator, so that other choices stay the same
+        """Calls another block once per earlier call, or never. Each call takes the input of the earlier call, the result, or both. Returns
+        the result of the last call, if any."""
+        draw = Random(~self.seed)  # A separate generator keeps the other choices unchanged.
         if draw.random() < 0.6:
             return ()
         names = draw.choice([("before",), ("after",), ("before", "after")])
@@ -117,7 +116,7 @@ class Repeats(Donating):
 
 
 def is_right(seed: int) -> bool:
-    """True if the program computes the right results, False if it is refused. A refused program must also be refused without its
+    """Returns True if the results are right, and False if the program is refused. A refused program must also be refused without its
     repeats."""
     generator, options = Repeats(seed), Options(transport=TRANSPORTS[seed % len(TRANSPORTS)])
     fusion = generator.fusion()

@@ -1,7 +1,7 @@
 """Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
-`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check-tests.md. Its programs are those of
-`test_mutations.py` and `test_one_sided_mutations.py`. These two tests also run the accepted mutants, which must give correct results.
+`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check-tests.md. The programs are those of
+`test_mutations.py` and `test_one_sided_mutations.py`. These tests also run the accepted mutants, whose results must be right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hostweave.pipeline import lower
 
 
 def verdicts() -> Iterator[tuple[str, bool]]:
-    """Kind of each mutant, and True if the proof of order accepts it."""
+    """The kind of each mutant, and True if the proof of order accepts the mutant."""
     variants = (
         (streams.SMALL, (*compiled_fusions.SEVERAL, *compiled_fusions.ONE_DEVICE)),
         *((v, compiled_fusions.SEVERAL) for v in streams.MORE),

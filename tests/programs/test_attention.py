@@ -1,4 +1,5 @@
-"""Attention as one instruction: results with every mask, layout and sharding, compared with PyTorch in float64; memory and C++."""
+"""Attention as one instruction. Results with every mask, layout and sharding equal those of PyTorch in float64. Also tests memory and
+C++."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def decode(ranks: int, t: DType) -> Fusion:
 
 
 def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Reference that computes each batch element separately, with only its valid keys."""
+    """Computes each batch element separately, with only its valid keys."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
@@ -141,13 +142,13 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
-    """Keys beyond the length of a sequence are not read. The result of a row without valid keys is zeros."""
+    """Keys beyond the length of a sequence are not read. A row without valid keys gives zeros."""
     fusion = decode(ranks, dtype)
     sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
     arrays = random_arrays(fusion, sizes, seed=ranks)
     lengths = {"n": [13, 1, 5, 13, 2][: ranks + 1], "m": [300, 270, 4], "one": 11}
     arrays |= {name: np.array(length, np.int32) for name, length in lengths.items()}
-    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # the log-sum-exp is rounded to f32 if attention is not fused
+    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # The log-sum-exp is rounded to f32 if attention is not fused.
     expect_every_way(fusion, arrays, decoded_by_torch(arrays), ranks, allowed, interprets=dtype != hw.f32)
     if dtype == hw.f32:
         return
@@ -159,7 +160,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
-    """The sequence is divided into pieces, and each rank has a part of each piece, which balances the work. Keys are gathered without a
+    """The sequence is divided into pieces. Each rank has a part of each piece, which balances the work. Keys are gathered without a
     copy."""
     pieces, length = 4, 8
 
@@ -187,18 +188,18 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
-    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has no elements
+    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # The last rank has no elements.
         arrays = random_arrays(fusion, sizes, seed=ranks)
         expect_every_way(fusion, arrays, by_torch(arrays), ranks, 1e-10, interprets=sizes != SIZES)
 
 
 def test_the_scores_are_never_in_memory() -> None:
-    """The program has no matmuls or kernels, and copies no input. Attention without sharding allocates nothing, also for 4096 rows and
+    """The program has no matmuls or kernels, and copies no input. Attention without sharding allocates nothing, even for 4096 rows and
     keys."""
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))
-    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # one instruction computes a result and its log-sum-exps
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # One instruction computes a result and its log-sum-exps.
     assert not any(isinstance(i, ir.Launch | ir.Matmul) for i in instructions)
     copied = {p.name for p in lowered(fusion).inputs}
     assert not any(isinstance(i, ir.Copy) and i.src in copied for i in instructions)

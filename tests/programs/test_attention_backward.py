@@ -1,4 +1,4 @@
-"""Backward pass of attention as one instruction: masks, groups, layouts, lengths and shardings, compared with autograd in float64."""
+"""Backward pass of attention as one instruction. Masks, groups, layouts, lengths and shardings, compared with autograd in float64."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.f32), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = gradients(ranks, dtype)
-    for sizes in (SIZES, {**SIZES, "C": ranks, "S": 1, "U": 1, "T": 1, "V": 2}):  # only the first rank has a row of U
+    for sizes in (SIZES, {**SIZES, "C": ranks, "S": 1, "U": 1, "T": 1, "V": 2}):  # Only the first rank has a row of U.
         arrays = random_arrays(fusion, sizes, seed=ranks)
         arrays["n"] = np.array([13, 5, 1, 4][: sizes["C"]], np.int32).clip(max=sizes["T"])
         allowed, interprets = 1e-6 if dtype == hw.f32 else 1e-9, dtype != hw.f32 and sizes != SIZES

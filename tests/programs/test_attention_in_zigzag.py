@@ -97,14 +97,15 @@ def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [hw.bf16, hw.f16, hw.f32], ids=str)
 def test_on_gpus(dtype: DType) -> None:
     fusion = in_zigzag(MESHES[1], dtype)
-    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # the error of long f32 sums would exceed the tolerance
+    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # The error of long f32 sums would exceed the tolerance.
         arrays = random_arrays(fusion, {"B": 2, "S": size}, seed=size)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
 @pytest.mark.parametrize("positions", ["S", "S@zigzag(cp)"])
 def test_layers(positions: str) -> None:
-    """Layers with heads over tp and rows over cp. Tables of rotary embeddings are passed in order, and are sharded like the rows."""
+    """Layers with heads over tp and rows over cp. Tables of rotary embeddings are in the order of the sequence, and are sharded like the
+    rows."""
     mesh, x, wq, wk = hw.Mesh(cp=2, tp=2), hw.f32["S@zigzag(cp)", "E"], hw.f32["E", "4@tp", 16], hw.f32["E", "2@tp", 16]
     types = {"x": x, "wq": wq, "wk": wk, "wo": hw.f32["4@tp", 16, "E"], "g": hw.f32["E"], "cos": hw.f32[positions, 8]}
 
@@ -154,7 +155,7 @@ def scores(host: HostProgram, rank: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_each_rank_has_equal_work(ranks: int) -> None:
-    """All ranks compute equally many scores. Keys and values are each sent once and reordered by one kernel. The result is written
+    """All ranks compute the same number of scores. Keys and values are each sent once. One kernel reorders them. The result is written
     directly to the output."""
     size = 16 * ranks
     host = lower(causal("zigzag(cp)", ranks, str(size)), hw.Options())
@@ -163,7 +164,7 @@ def test_each_rank_has_equal_work(ranks: int) -> None:
     in_order = lower(causal("cp", ranks, str(size)), hw.Options())
     assert scores(in_order, ranks - 1) > 1.4 * work[-1]
     kinds = [type(i).__name__ for i in tree.walk(host.body)]
-    assert kinds.count("AllGather") + kinds.count("LaunchAllGather") == 2  # one kernel gathers both if the transport is peer
+    assert kinds.count("AllGather") + kinds.count("LaunchAllGather") == 2  # With transport peer, one kernel gathers both.
     assert (kinds.count("Copy"), kinds.count("Launch")) == (0, 2)
     assert kinds.count("Attention") == 2
 
@@ -171,8 +172,8 @@ def test_each_rank_has_equal_work(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # wrong owner of the second half of the rows
-        ("axis=1, halves=0", "axis=0, halves=1"),  # wrong piece of the keys
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # The owner of the second half of the rows is wrong.
+        ("axis=1, halves=0", "axis=0, halves=1"),  # The piece of the keys is wrong.
     ],
 )
 def test_positions_of_rows_in_the_program(fact: str, other: str) -> None:

@@ -1,4 +1,4 @@
-"""Masks of attention other than causal ones: a bias of the scores, and packed sequences. Forward and backward, on every rank."""
+"""Masks of attention other than causal masks: a bias of the scores, and packed sequences. Forward and backward, on every rank."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """Inputs whose bias masks some columns, and all columns of some rows. Some sequences are empty, and some tokens are in no sequence."""
+    """The bias masks some columns, and all columns of some rows. Some sequences are empty, and some tokens are in no sequence."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf
     arrays["bias"][1, 2] = -np.inf
     arrays["of_columns"][1] = -1
     arrays["n"] = np.array([13, 7, 1], np.int32)
-    # Small inputs, because gradients of a nearly one-hot softmax amplify rounding errors.
+    # Inputs are small, because gradients of a nearly one-hot softmax amplify rounding errors.
     arrays = {name: x if x.dtype == np.int32 else x / x.dtype.type(4) for name, x in arrays.items()}
     arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
     arrays["alone"] = np.array([0, 64, 65, 299], np.int32)
@@ -120,7 +120,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
 
 @pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
-    """Gradients of biases if attention is composed of other ops: f64, grouped heads, and biases with all, some, or broadcast dims."""
+    """Other ops compute attention in f64, with grouped heads, and with biases of all, some, or broadcast dims."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
 
     @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})
@@ -136,11 +136,11 @@ def test_gradients_of_biases_that_are_composed() -> None:
     q, k, *biases = as_torch(arrays)
     want = [result for bias in biases for result in by_torch(q, k, k, "bottom_right", bias=bias)]
     for index, (got, expected) in enumerate(zip(reference(composed, arrays), want, strict=True)):
-        np.testing.assert_allclose(got, expected, 1e-6, 1e-6, err_msg=f"result {index}")  # a log-sum-exp is rounded to f32
+        np.testing.assert_allclose(got, expected, 1e-6, 1e-6, err_msg=f"result {index}")  # A log-sum-exp is rounded to f32.
 
 
 def test_a_program_has_the_kernels_that_it_may_need() -> None:
-    """A program links the library of kernels for its dtype and head size only if it may need features that cuDNN lacks."""
+    """A program links the kernels of its dtype and head size only if it may need features that cuDNN lacks."""
 
     def libraries(t: DType, size: int, **how: Any) -> set[str]:
         @hw.fusion(mesh=hw.Mesh(x=2), q=t[4, "S@x", size], k=t[4, "S", size], bias=t["S@x", "S"], o=hw.i32["N"])
@@ -159,7 +159,7 @@ def test_a_program_has_the_kernels_that_it_may_need() -> None:
     assert libraries(hw.f32, 20) == {"attention_f32_64"}
     assert libraries(hw.bf16, 96, packed=True) == set()
     assert libraries(hw.bf16, 72, packed=True) == {"attention_bf16_128"}
-    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # needed for the gradient of a bias
+    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # The gradient of a bias needs the kernels.
     assert libraries(hw.bf16, 200, bias=True, causal="bottom_right", forward=True) == {"attention_bf16_256"}
 
 
@@ -254,8 +254,7 @@ def test_without_a_bias_there_is_no_gradient_of_a_bias() -> None:
 
 
 def test_explain_names_the_kernels() -> None:
-    """`explain` names cases without cuDNN: a bias with a diagonal that does not start at the top left, and lengths with a causal mask of
-    sharded rows."""
+    """cuDNN lacks a bias with a diagonal that does not start at the top left. It also lacks lengths with a causal mask of sharded rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),

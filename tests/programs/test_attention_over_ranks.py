@@ -1,4 +1,4 @@
-"""Attention with sharded keys, whose results are combined, and with sharded rows and keys. Heads may be sharded too."""
+"""Attention with sharded keys, and with sharded rows and keys. The results of blocks of keys are combined. Heads may be sharded too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Attention of replicated rows, one or several, to sharded keys; and attention of sharded rows to sharded keys, with gradients."""
+    """Attention of replicated rows, one or several, to sharded keys. Attention of sharded rows to sharded keys, with gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 
     @hw.fusion(
@@ -165,7 +165,7 @@ def test_mistake_in_host_ir() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
-    """If the number of keys is an int that the ranks do not divide, the last ranks have fewer keys or none, and results are right."""
+    """The last ranks have fewer keys, or none."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
     def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Results of programs with blocks: nested blocks, arguments that are resharded or packed, and equality with the inlined program."""
+"""Results of programs with blocks: nested blocks, arguments that are resharded or packed, and comparison with the inlined program."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block. `mlp` has chunk loops, two results and an unused parameter. Some arguments are sharded differently
-    from the parameters."""
+    """A block that calls a block. `mlp` has chunk loops, two results and an unused parameter. Some arguments and parameters have different
+    shardings."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -74,7 +74,6 @@ def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
 
 
 def test_results_on_other_meshes() -> None:
-    """Each result has memory on the ranks of its mesh, even if it is unused."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
     types = {"x": hw.f32["M@x", "K"].on(first), "w": hw.f32["K", "N"].on(first)}
@@ -107,7 +106,7 @@ def test_each_block_is_one_function() -> None:
 
 @pytest.mark.parametrize("name", ["run", "int", "M"])
 def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
-    """The name of a block may be a C++ keyword, or a name that the generated program also uses: for a member, a size or a buffer."""
+    """The name of a block may be a C++ keyword. It may also be the name of a member, a size or a buffer of the generated program."""
 
     def body(x: hw.Tensor) -> hw.Tensor:
         return x * 2
@@ -124,7 +123,7 @@ def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, hw.f32), (4, hw.bf16)])
 def test_llama(ranks: int, dtype: DType) -> None:
-    """Logits and cache for a prompt with uneven shards, compared with NumPy: on ranks in a seeded order, and on parallel ranks."""
+    """Logits and cache for a prompt with uneven shards, compared with NumPy, on ranks in a seeded order and on parallel ranks."""
     module = load_file(EXAMPLES / "llama.py")
     counts = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     fusion = module.program(module.Config(vocab_size=20, hidden_size=24, intermediate_size=32, **counts, dtype=dtype), ranks)
@@ -142,7 +141,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
         given = {name: array.copy() for name, array in arrays.items()}
         with order:
             ranked = program.run(**given, ranks=True)
-        for index in range(1, len(outputs)):  # without the tokens, because logits may have ties
+        for index in range(1, len(outputs)):  # Tokens are not compared, because logits may have ties.
             allowed = tolerance_at_scale(fusion, outputs[index].name, sizes)
             for rank, results in enumerate(ranked):
                 block = want[index][block_of(outputs[index].type, fusion.mesh, rank, want[index].shape)]
@@ -152,23 +151,23 @@ def test_llama(ranks: int, dtype: DType) -> None:
 
 
 def test_32_layers_of_llama() -> None:
-    """All layers are one function with two gathers and two reduce-scatters, which is called in a loop. Lowering takes less than 5 seconds
+    """All layers are one function with two gathers and two reduce-scatters. A loop calls the function. Lowering takes less than 5 seconds
     of CPU time."""
     fusion = load_file(EXAMPLES / "llama.py").llama
-    started = time.process_time()  # CPU time, because it does not depend on other processes
+    started = time.process_time()  # CPU time does not depend on other processes.
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # uneven rows need no other communication
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # Uneven rows need no other communication.
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
-    assert source.count("  layer(") == 1  # the call is in a loop
+    assert source.count("  layer(") == 1  # The call is in a loop.
     assert "layer(x_2_before, in.layers[i], cos_angles_, sin_angles_, x_2_i, out.layers[i], caller);" in source
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
-    """Both IRs have as many lines for 128 layers as for 8. Lowering and the check take less than 1.5 times as long."""
+    """Both IRs have as many lines for 128 layers as for 8 layers. Lowering and the check take less than 1.5 times as long."""
     module = load_file(EXAMPLES / "llama.py")
     lines, seconds = [], []
     for count in (8, 128):
@@ -186,7 +185,7 @@ def test_programs_do_not_grow_with_the_number_of_layers() -> None:
 
 
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
-    """Program of five calls with different weights, and two calls with the same weights, on rows that may be uneven."""
+    """Five calls with different weights, and two calls with the same weights. The number of rows may be uneven."""
 
     @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
     def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -217,7 +216,7 @@ def test_calls_with_different_weights_are_a_loop_over_structs(ranks: int) -> Non
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
-    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` also uses a member of the struct
+    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` also uses a member of the struct.
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -226,7 +225,8 @@ def test_calls_with_different_weights_are_a_loop_over_structs(ranks: int) -> Non
 
 @pytest.mark.parametrize("ranks", [2])
 def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
-    """Calls in reverse order read results of earlier calls, as a backward pass does. Three functions read members of the same structs."""
+    """A backward pass calls layers in reverse order, and reads results of earlier calls. Three functions read members of the same
+    structs."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -278,7 +278,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> None:
     """Each call gives one output of the program, in the memory of a donated input. Some results are in the memory of inputs. The program
-    has one output before and one output after these outputs. One of the results has a second consumer."""
+    has one output before these outputs, and one after them. One result has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -314,7 +314,7 @@ def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> Non
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """Calls write their results to the memory of donated inputs: in the order of the inputs, in reverse, permuted, or only some results."""
+    """Calls write results to the memory of donated inputs: in the order of the inputs, in reverse, permuted, or only some results."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -337,7 +337,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
 def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
-    """The weights of calls are consecutive inputs, or other inputs of the program are before, after or between them."""
+    """The weights of calls are consecutive inputs, or other inputs of the program are before, after or between the weights."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -363,8 +363,7 @@ def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
 
 
 def test_names_of_arrays_are_unique() -> None:
-    """Arrays of structs have unique names. An array is named after the function that reads it. Several arrays of a function are
-    numbered."""
+    """An array of structs is named after the function that reads it. Several arrays of a function are numbered."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

@@ -32,8 +32,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Critical values of a dtype: the largest number, numbers that round to the largest number, larger numbers, ties, and numbers near
-    ties."""
+    """Critical values of a dtype: the largest number, numbers that round to it, larger numbers, ties, and numbers near ties."""
     info = torch.finfo(dtype)
     largest, step = info.max, info.max * info.eps / 2
     near = [largest + step * part for part in (0, 0.25, 0.5, 0.75, 0.99, 1, 1.01, 2)]
@@ -44,7 +43,7 @@ def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
-    """A cast from f64 first rounds to f32, where a number near a tie becomes a tie. Of the 8-bit floats only e5m2 has infinities."""
+    """A cast from f64 first rounds to f32. There, a number near a tie becomes a tie. Only one 8-bit dtype, e5m2, has infinities."""
     values = np.concatenate([limits(torch_dtype) for torch_dtype in FLOATS.values()] + [[np.inf, np.nan, 1e300]])
     values = np.concatenate([values, -values])
 
@@ -60,7 +59,7 @@ def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
     others = [to for to in FLOATS if to != dtype]
     for to, result, reference in zip(others, results, references, strict=True):
         want = given.to(FLOATS[to]).double().numpy()
-        if to == hw.f8e4m3:  # on overflow torch 2.11 gives NaN; torch 2.13 saturates, as Hostweave does
+        if to == hw.f8e4m3:  # On overflow, torch 2.11 gives NaN. torch 2.13 saturates, as Hostweave does.
             too_large = np.isnan(want) & ~np.isnan(given.double().numpy())
             want = np.where(too_large, np.copysign(448.0, given.double().numpy()), want)
         np.testing.assert_array_equal(result, want, err_msg=f"{dtype} to {to}")
@@ -93,5 +92,5 @@ def test_any_byte_but_0_is_true(count: int, target: str) -> None:
     )
     for number, (result, want) in enumerate(zip(results, wanted, strict=True)):
         if want.dtype == torch.bool:
-            result, want = result.view(torch.uint8), want.view(torch.uint8)  # the bytes of results must be 0 or 1
+            result, want = result.view(torch.uint8), want.view(torch.uint8)  # The bytes of results must be 0 or 1.
         assert torch.equal(result.cpu(), want), f"result {number}"

@@ -1,4 +1,4 @@
-"""hw.collective_permute is a communication if each rank has one block, and local copies if each rank has all blocks."""
+"""hw.collective_permute is a communication if each rank has one block. It is local copies if each rank has all blocks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def exchanges(ranks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(dp=2 if ranks < 8 else 1, tp=ranks), x=hw.f32["M@tp", "N"], w=hw.f32["N", "K"])
     def exchanges(x, w):
-        shifted = hw.collective_permute(x, "M", down)  # the first block has no source, so it is zeros
-        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # more blocks than ranks along any axis
-        columns = hw.collective_permute(x, "N", [2, None, 0])  # each rank has all blocks
+        shifted = hw.collective_permute(x, "M", down)  # The first block has no source, so it is zeros.
+        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # There are more blocks than ranks along any axis.
+        columns = hw.collective_permute(x, "N", [2, None, 0])  # Each rank has all blocks.
         product = hw.matmul(hw.collective_permute(x, 0, around), w).stream("K", chunks=2)
         streamed = hw.collective_permute(x + x, 0, around).stream("N", chunks=3)
         stated = hw.collective_permute(hw.reshard(w, "N@tp", "K"), 0, around)
@@ -63,7 +63,7 @@ def test_a_sharding_with_one_block_per_rank_is_kept() -> None:
 """
     )
     assert "collective_permute %x -> %x_permuted from [3, none, 1, 0] on dp_tp" in stages["serialize_channels"]
-    assert "uneven" not in stages["serialize_channels"]  # all blocks have the same size
+    assert "uneven" not in stages["serialize_channels"]  # All blocks have the same size.
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 
-X = np.arange(10, dtype=np.float32).reshape(5, 2)  # two ranks have 3 and 2 rows
+X = np.arange(10, dtype=np.float32).reshape(5, 2)  # Two ranks have 3 and 2 rows.
 MESH = hw.Mesh(x=2)
 
 

@@ -1,4 +1,4 @@
-"""Programs that deadlock: the check raises an error at compile time. Without the check there is a report at run time, and no hang."""
+"""Programs that deadlock. The check raises an error at compile time. Without the check, a report at run time replaces the hang."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def test_a_run_reports_the_deadlock(name: str, how: Callable[[], AbstractContext
 
 
 def same_report(found: str, wanted: str) -> None:
-    """Compares reports of a parallel run, in which either of two ranks may be reported first."""
+    """Compares reports of a parallel run. Either of two ranks may be reported first."""
     assert sorted(found.split()) == sorted(wanted.split()), found
 
 
 def report_of(program: hw.Program, how: Callable[[], AbstractContextManager[None]]) -> str:
-    """Error of a run, in which S, C and L replace the numbers of streams, communicators and lines."""
+    """Error of a run. S, C and L replace the numbers of streams, communicators and lines."""
     reports: list[str] = []
 
     def run() -> None:
@@ -160,7 +160,7 @@ host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
 
 
 def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host IR cannot express different orders on different ranks, so the C++ is edited."""
+    """The host IR cannot express different orders on different ranks, so the test edits the C++."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     hw.compile(host_text.parse(EXAMPLE)).build()
     source = tmp_path / "orders" / "program.cpp"

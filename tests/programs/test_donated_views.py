@@ -1,4 +1,4 @@
-"""Views of donated inputs: results that are views, or computed from views, against NumPy."""
+"""Views of donated inputs, compared with NumPy. Results are views, or are computed from views."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ DONATING: tuple[tuple[Traced, dict[str, int]], ...] = (
 @pytest.mark.parametrize(("function", "donate"), DONATING, ids=lambda value: "_".join(value) if isinstance(value, dict) else value.__name__)
 @pytest.mark.parametrize("ranks", [1, 2, 17])
 def test_views_have_the_values_before(ranks: int, function: Traced, donate: dict[str, int]) -> None:
-    """Views of donated parameters of fusions and functions have the values before the results overwrite the parameters."""
+    """Views of donated parameters have the values from before the results overwrite the parameters."""
     as_expected(hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, c=HELD, d=HELD)(function), {"S": 4 * ranks})
 
 
@@ -119,8 +119,8 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """The program has only two copies: one of a view of a donated input, before the input is overwritten, and one of an argument that is
-    passed twice."""
+    """The program has only two copies. One is of a view of a donated input, before the input is overwritten. The other is of an argument
+    that is passed twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -136,7 +136,7 @@ def test_nothing_else_is_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_views_in_donated_memory(ranks: int) -> None:
-    """Results that are views of one input, views of two inputs that swap memory, and a local slice in the memory of a shard."""
+    """Results are views of one input, views of two inputs that swap memory, and a local slice in the memory of a shard."""
     square = hw.f32["M@x", "M"]
 
     @hw.fusion(
@@ -150,7 +150,7 @@ def test_views_in_donated_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dims_in_another_order(ranks: int) -> None:
-    """A donated input is returned transposed by a fusion, by a function, and by a function whose argument is used after the call."""
+    """A donated input is returned transposed: by a fusion, by a function, and by a function whose argument is used after the call."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "N"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -165,7 +165,7 @@ def test_dims_in_another_order(ranks: int) -> None:
     before = c.copy()
     first, *_ = hw.compile(transposed).run(c, d)
     np.testing.assert_array_equal(first, before.T)
-    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # the donated array has the elements of the result in row-major order
+    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # The donated array has the elements of the result in row-major order.
 
 
 @pytest.mark.parametrize("library", [np, torch])
@@ -181,7 +181,7 @@ def test_a_call_gives_a_view_of_the_array(request: pytest.FixtureRequest, librar
     assert result.tolist() == [[1, 4], [2, 5], [3, 6]]
     assert c.tolist() == [[1, 4, 2], [5, 3, 6]]
     result[0, 0] = 9
-    assert c[0, 0] == 9  # c shares memory with the result
+    assert c[0, 0] == 9  # c shares memory with the result.
 
 
 def test_a_kernel_that_reorders_elements_is_not_in_place() -> None:
@@ -208,7 +208,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
-    """A donated input is gathered in a chunk loop, or the result that overwrites it is computed in a chunk loop."""
+    """A chunk loop gathers a donated input, or computes the result that overwrites the input."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])
     def looped(c, w):  # type: ignore[no-untyped-def]
@@ -220,8 +220,8 @@ def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """The donated inputs c and d are on two meshes, which share rank 1. c is also resharded to the mesh of d, and so is the donated
-    argument x of a block."""
+    """The donated inputs c and d are on two meshes, which share rank 1. c, and the donated argument x of a block, are also resharded to the
+    mesh of d."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 

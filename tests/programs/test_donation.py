@@ -40,7 +40,7 @@ SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}
 
 
 INPUTS = {
-    "rows": hw.f32["S@x", "D"],  # sharded positions
+    "rows": hw.f32["S@x", "D"],  # The positions are sharded.
     "heads": hw.bf16["B", "H@x", "S", "E"],
     "kept": hw.f32["S", "D"],
     "layer_0": hw.f32["S", "D"],
@@ -66,11 +66,11 @@ def layer(row, held, position):  # type: ignore[no-untyped-def]
 def program(ranks: int, target: str = "cpu") -> hw.Program:
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate=tuple(DONATED), **INPUTS)
     def decode(rows, heads, kept, layer_0, layer_1, row, values, position, slot):  # type: ignore[no-untyped-def]
-        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # the update may cross shard boundaries
+        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # The update may cross shard boundaries.
         new_heads = hw.dynamic_update_slice(heads, values, (slot, 0, position - 1, 0))
         part = hw.dynamic_slice(new_rows, (position, slot), (4, 2))
         new_kept = hw.dynamic_update_slice(kept, row, (2, 0))
-        before = hw.sum(kept, axis=1)  # reads the old value
+        before = hw.sum(kept, axis=1)  # This reads the old value.
         h, first = layer(row, layer_0, position)
         h, second = layer(h, layer_1, position)
         h, second = layer(h, second, position + 1)
@@ -114,7 +114,7 @@ def wanted(v: Arrays) -> list[Array]:
 @pytest.mark.parametrize("donate", [{}, {"x": 0}])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tensor_is_updated_by_itself(ranks: int, donate: dict[str, int]) -> None:
-    """An update with as many elements as the tensor fits only at the beginning."""
+    """An update with as many elements as the tensor fits only at position 0."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, x=hw.f32["4@x", 3], position=hw.i32[1])
     def update(x, position):  # type: ignore[no-untyped-def]
@@ -129,8 +129,8 @@ def test_a_tensor_is_updated_by_itself(ranks: int, donate: dict[str, int]) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_sequence_has_a_separate_position(ranks: int) -> None:
-    """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only the new elements of the cache are
-    written."""
+    """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only new elements are written to the
+    cache."""
     B, S = 2 * ranks, 7
 
     @hw.fusion(
@@ -167,7 +167,8 @@ def copied(v: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_results_are_in_donated_inputs(ranks: int) -> None:
-    """Results are written to donated arrays, in `run` and in calls of ranks. The interpreter and the reference give the same values."""
+    """Results are written to donated arrays, both in `run` and in calls of ranks. The interpreter and the reference give the same
+    values."""
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
@@ -216,8 +217,8 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """Only a cache whose old values are read after its update is copied, and a note reports the copy. The kernel writes only the elements
-    of the update."""
+    """A cache is copied only if its old values are read after its update. A note reports the copy. The kernel writes only the elements of
+    the update."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
     assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]
@@ -232,7 +233,7 @@ def test_only_the_update_is_written() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
 def test_adamw_in_place(ranks: int, stage: str) -> None:
-    """Compares several steps of AdamW with torch. A step is one in-place kernel, and the communication of the ZeRO stage."""
+    """Several steps of AdamW, compared with torch. A step is one in-place kernel, and the communication of the ZeRO stage."""
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
@@ -246,7 +247,7 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
     }
     assert posted == (expected[stage] if ranks > 1 else [])
     random = np.random.default_rng(0)
-    w = random.standard_normal(22).astype(np.float32)  # uneven on 4 ranks
+    w = random.standard_normal(22).astype(np.float32)  # The number of elements is uneven on 4 ranks.
     m, v = np.zeros_like(w), np.zeros_like(w)
     parameter = torch.nn.Parameter(torch.tensor(w))
     optimizer = torch.optim.AdamW([parameter], lr=1e-2)

@@ -1,4 +1,4 @@
-"""Errors of donated inputs, and of slices at positions given by inputs."""
+"""Errors of donated inputs, and of slices at positions that are inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_after_an_overwrite_is_detected() -> None:
-    """The check reports a read of a donated input that is moved after its update, in the text or to another stream."""
+    """A read of a donated input moves after its update, in the text or to another stream. The check reports this."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -221,7 +221,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Errors for donated arrays that are read-only or overlap with others, and for an `out=` that is not the donated array."""
+    """Donated arrays must not be read-only or overlap with others. `out=` must be the donated array."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]
@@ -237,7 +237,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
             call(fixed, y, z)
     with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so each call writes to it; pass it to each call"):
         compiled.bind(x=x)
-    held = compiled.bind(z=z)  # the same with bound inputs
+    held = compiled.bind(z=z)  # Bound inputs give the same results.
     first, _ = held(x, y)
     assert first is x
     assert x.tolist() == [2.0] * 4
@@ -258,5 +258,5 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     assert second.data_ptr() == ty.data_ptr()
     assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
-    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # a strided array, and inputs from another library
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # The donated array is strided, and z is from another library.
     assert wide.tolist() == [2.0, 0.0] * 4

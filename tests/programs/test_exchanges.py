@@ -27,7 +27,7 @@ def test_both_transports_have_the_same_ir(name: str, ranks: int) -> None:
     assert HostProgram.parse(str(host)) == host
     assert "two_sided" not in str(host)
     assert (" peer" in str(host)) == (fusion.mesh.size > 1)
-    for more in (0, 1, 1 - ranks):  # equal blocks, blocks of two sizes, and empty blocks
+    for more in (0, 1, 1 - ranks):  # Blocks are equal, have two sizes, or are empty.
         arrays = integer_arrays(host, sizes_of(host, 1 if more < 0 else 3, more), seed=0)
         ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
         expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
@@ -41,7 +41,7 @@ RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=Options(transport=transport))
-    for times, more in ((1, 0), (3, 1), (2, -1)):  # the memory grows, and is reused by smaller calls
+    for times, more in ((1, 0), (3, 1), (2, -1)):  # The memory grows. Smaller calls reuse it.
         arrays = integer_arrays(fusion, sizes_of(program.host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     for seed in range(4 if ranks < 8 else 1):
@@ -54,7 +54,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("size", ["M", 7, 12])
 @pytest.mark.parametrize("ranks", [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 4])], ids=str)
 def test_blocks_of_different_sizes_are_gathered_first(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
-    """Remote reads need blocks of equal size. A dim with blocks of several sizes is gathered before the read, and sliced after it."""
+    """Remote reads need blocks of equal size. A dim with blocks of several sizes is gathered before the read, and sliced after the read."""
     mesh = hw.Mesh(x=5)
     before, after = (mesh.ranks(some, y=len(some)) for some in ranks)
 
@@ -71,7 +71,7 @@ def test_blocks_of_different_sizes_are_gathered_first(size: int | str, ranks: tu
 
 
 def test_a_part_is_copied_before_others_read_it() -> None:
-    """A slice is copied to a buffer before peers read it, because its offset is not the same on all ranks."""
+    """The offset of a slice differs between ranks. So the slice is copied to a buffer before peers read it."""
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -83,7 +83,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
 
 
 def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
-    """A call with an uneven size compiles a variant in which this size is an int, and remote reads move its blocks."""
+    """A call with an uneven size compiles a variant in which this size is an int. Remote reads move the blocks of the variant."""
     mesh = hw.Mesh(x=3)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M"].on(mesh.ranks([0])))
@@ -96,7 +96,7 @@ def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
 def test_no_stage_waits_for_a_later_communication(is_1f1b: bool) -> None:
-    """Forward and backward passes of micro-batches through stages of one rank each, for both schedules."""
+    """Stages of one rank each execute forward and backward passes of micro-batches, for both schedules."""
     count, batches = 3, 4
     mesh = hw.Mesh(x=count)
     stages = [mesh.ranks([rank]) for rank in range(count)]

@@ -1,4 +1,4 @@
-"""Matmuls of one operand with about 8 rows, fused with their consumer into one kernel, in every layout, compared with NumPy."""
+"""Matmuls of one operand with about 8 rows, fused with their consumer into one kernel. All layouts are compared with NumPy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
     z=hw.f32[2, "T", 24], v=hw.f32[24, 130], w=hw.f32[24, 130], one=hw.f32[1, 24],
 )  # fmt: skip
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
-    """Transposed weights whose sizes no thread block divides; three matmuls of one operand; rows in two dims; and one row of any size."""
+    """Transposed weights with sizes that no thread block divides, three matmuls of one operand, rows in two dims, and one row of any
+    size."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
     return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 
@@ -65,7 +66,7 @@ def test_sharded_columns(ranks: int) -> None:
 
 
 def test_layouts() -> None:
-    assert conditions(layouts) == ["T <= 8", "2 * T <= 8"]  # for one row there is no condition
+    assert conditions(layouts) == ["T <= 8", "2 * T <= 8"]  # For one row, there is no condition.
     for rows, k, n in ((1, 7, 5), (4, 70, 65), (5, 8, 64), (9, 33, 130)):
         arrays = integer_arrays(layouts, {"T": rows, "K": k, "N": n}, seed=rows)
         expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
@@ -95,7 +96,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_matmuls_of_more_rows_are_concurrent() -> None:
-    """For more rows each matmul has a separate stream. If there are always few rows, the program has no such streams."""
+    """For more rows, each matmul has a separate stream. If there are always few rows, the program has no such streams."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
@@ -111,8 +112,7 @@ def test_matmuls_of_more_rows_are_concurrent() -> None:
 
 
 def test_matmuls_that_are_not_fused() -> None:
-    """Matmuls are not fused if another op reads a product, if their operands differ, or if the consumer reads elements at other
-    indices."""
+    """Matmuls are not fused if another op reads a product, if their operands differ, or if the consumer reads elements at other indices."""
 
     @hw.fusion(x=hw.f32["T", 16], y=hw.f32["T", 16], v=hw.f32[16, 16], w=hw.f32[16, 16])
     def apart(x, y, v, w):  # type: ignore[no-untyped-def]
@@ -126,7 +126,7 @@ def test_matmuls_that_are_not_fused() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # without and with clusters
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # The first architecture has no clusters, the second has.
 def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)

@@ -48,7 +48,7 @@ def norms(ranks: int, t: DType) -> Fusion:
 
 
 def columns(ranks: int, t: DType) -> Fusion:
-    """Reductions over a sharded dim: sums and maxima are all-reduced, and argmax gathers its operand."""
+    """Reductions over a sharded dim. Sums and maxima are all-reduced. argmax gathers its operand."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "N@x"], w=t["N@x"])
     def columns(x, w):  # type: ignore[no-untyped-def]
@@ -114,7 +114,7 @@ def rotary(ranks: int, t: DType) -> Fusion:
 
 
 def dropped(ranks: int, t: DType) -> Fusion:
-    """Attention with dropout, with and without grouped heads, which must use the same random numbers."""
+    """Attention with dropout, with and without grouped heads. Both must use the same random numbers."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -154,7 +154,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Array]:
         drawn = random.uniform(-1, 1, shape) if kind == "float" else random.integers(0, 2, shape) if kind == "bool" else np.asarray(7)
         arrays[value.name] = np.asarray(drawn).astype(numpy_dtype(value.type.dtype))
     if "mask" in arrays:
-        arrays["mask"][:, 0] = True  # each row attends to at least one column
+        arrays["mask"][:, 0] = True  # Each row attends to at least one column.
     return arrays
 
 

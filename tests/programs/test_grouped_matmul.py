@@ -56,7 +56,7 @@ def dims(names: str, sharded: tuple[str, ...], axis: str = "x") -> list[str]:
 
 
 def whole(x: Array, w: Array, y: Array, ends: Array) -> tuple[Array, Array, Array]:
-    """Reference on one rank: the product x @ w by groups, and the gradients of x and w if y is the gradient of the product."""
+    """Reference on one rank: the product x @ w by groups, and the gradients of x and w for the gradient y of the product."""
     made, of_x, of_w = (np.zeros(shape) for shape in ((len(x), w.shape[2]), x.shape, w.shape))
     for e, (start, end) in enumerate(pairwise([0, *np.minimum(ends, len(x))])):
         made[start:end] = x[start:end] @ w[e]
@@ -102,7 +102,6 @@ def test_every_routing_and_sharding(sharding: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.bf16], ids=str)
 def test_compiled(dtype: hw.DType) -> None:
-    """A program on 2 ranks with every routing, also for an uneven number of rows."""
     compiled = hw.compile(program("rows", 2, dtype))
     numpy = {hw.f64: np.float64, hw.f32: np.float32, hw.bf16: ml_dtypes.bfloat16}[dtype]
     tolerance = {hw.f64: 1e-12, hw.f32: 1e-4, hw.bf16: 0.2}[dtype]
@@ -118,7 +117,7 @@ def test_compiled(dtype: hw.DType) -> None:
 
 
 def test_sums_of_ranks_in_f32() -> None:
-    """With `partial_dtype=f32`, the partial sums of 16-bit operands are f32. The operands are not cast."""
+    """The partial sums of 16-bit operands are f32, and the operands are not cast."""
     host = lower(program("depth", 2, hw.bf16), Options(partial_dtype=hw.f32))
     text = str(host)
     assert "y_partial: f32" in text or "allocate f32[T, N]" in text
@@ -127,8 +126,7 @@ def test_sums_of_ranks_in_f32() -> None:
 
 
 def test_ranks_reduce_tokens_and_not_choices() -> None:
-    """A partial sum over experts is reduced only once, after the rows are in the order of the tokens and the choices of each token are
-    added."""
+    """A partial sum over experts is reduced only once: in the order of the tokens, after the choices of each token are added."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T", "K"], w=hw.f32["E@x", "K", "N"], ends=hw.i32["E"], order=hw.i64["T"])
     def combined(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor, order: hw.Tensor) -> hw.Tensor:
@@ -177,7 +175,7 @@ def build_log(name: str, folder: Path) -> str:
 @needs_cuda
 @pytest.mark.parametrize("name", ["multiply_groups", "multiply_groups_transposed", "multiply_rows_of_groups"])
 def test_products_of_warpgroups_are_asynchronous(name: str, tmp_path: Path) -> None:
-    """The compiler of CUDA serialises wgmma instructions, with a warning, if a branch around them may diverge within a warp.
+    """CUDA's compiler serialises wgmma instructions, with a warning, if a branch around them may diverge within a warp.
 
     With the quick options of tests, the compiler always serialises these instructions. NVRTC 13.0 keeps these options for the whole
     process, so this test compiles in another process.

@@ -22,7 +22,7 @@ from hostweave.pipeline import lower
 
 Array = NDArray[Any]
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # all uneven on 4 ranks; one rank has no elements of W
+SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # All sizes are uneven on 4 ranks. One rank has no elements of W.
 INPUTS = {
     "x": hw.f32["M", "N"],
     "rows": hw.f32["M@x", "N"],
@@ -244,7 +244,7 @@ def test_ops(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_references(ranks: int) -> None:
-    """The NumPy references of ops on global arrays, and on local blocks, some of which are empty."""
+    """Tests the NumPy references of ops on global arrays, and on local blocks. Some blocks are empty."""
     fusion, given = program(ranks), arrays(ranks)
     check([*CASES], given, run_reference(fusion, given))
     host = lower(fusion, hw.Options())
@@ -260,8 +260,8 @@ def test_nothing_large_is_communicated_for_a_sharded_vocabulary() -> None:
 
     host = str(lower(model, hw.Options(partial_dtype=hw.f32)))
     sent = [" ".join(line.split()[:2]) for line in host.splitlines() if line.endswith(" on tp")]
-    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # one sum for the loss, and one for the embedding
-    assert "f32[V" not in host  # the table is not cast
+    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # One sum is for the loss, and one for the embedding.
+    assert "f32[V" not in host  # The table is not cast.
 
 
 def test_bit_reductions_over_ranks_gather_partial_results() -> None:
@@ -302,8 +302,8 @@ def test_top_k_orders_only_the_first_elements() -> None:
     compiled = hw.compile(sampled)
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
-    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more elements than a GPU sorts partially
-    assert "grid_of_orders(B, V, 5)" in compiled.source  # all thread blocks sort one long row; shorter rows have one block each
+    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # There are more elements than a GPU sorts partially.
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # All thread blocks sort one long row. Shorter rows have one block each.
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))

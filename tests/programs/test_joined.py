@@ -34,7 +34,7 @@ def joined(ranks: int, t: DType) -> Fusion:
         outer = hw.concat([x[:, :1] * w, z[:, 1:], c + w, x - s], axis=1) * hw.cos(w)
         below = (hw.concat([x[:, 0] * 2, z[:, 0], x[:, 1]], axis=-1) > 0, hw.concat([w[:1], hw.exp(w), w[1:] * w[1:]], axis=0))
         inner = hw.concat([x[:, 1:3, :2], z[:, :2, :3], x[:, 1:3, 5:]], axis=2)
-        written = hw.concat([x[:, :1], inner, x[:, 3:]], axis=1) * 2  # `inner` is a concat along another dim
+        written = hw.concat([x[:, :1], inner, x[:, 3:]], axis=1) * 2  # `inner` is a concat along another dim.
         return turned, nested, stacked, outer, *below, written
 
     return joined
@@ -83,7 +83,7 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
-    """Rows are uneven, or fewer than ranks. Parts have vectorisable and other sizes."""
+    """Rows are uneven, or fewer than ranks. Some sizes of parts can be vectorised."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
     for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)
@@ -107,7 +107,7 @@ def test_on_a_gpu(make: Callable[[int, DType], Fusion]) -> None:
 
 
 def test_a_part_is_computed_only_where_it_is_used() -> None:
-    """The concat of a rotary embedding, and the ops before and after it, are one kernel, without a copy."""
+    """One kernel, without a copy, computes the concat of a rotary embedding and the ops before and after it."""
 
     @hw.fusion(x=hw.bf16["M", 4, 32], c=hw.bf16["M", 1, 32], s=hw.bf16["M", 1, 32])
     def turned(x, c, s):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Tests examples/llama.py with random checkpoints of transformers: logits, greedy tokens, and errors."""
+"""examples/llama.py with random checkpoints of transformers: logits, greedy tokens, and errors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from checkpoint import CheckpointError, read_config  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
 LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 is uneven on 2 and 4 ranks
+PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 tokens are uneven on 2 and 4 ranks.
 ROUNDOFFS = 8  # tolerance in roundoffs of the largest element
 
 
 @cache
 def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
-    """Writes a checkpoint. Returns its folder, and the logits and tokens that transformers computes in f32."""
+    """Writes a checkpoint. Returns its folder, and the logits and tokens of transformers in f32."""
     torch.manual_seed(1)
     rope = {"rope_theta": 500000.0, **LONG} if tied else {"rope_theta": 10000.0, "rope_type": "default"}
     config = transformers.LlamaConfig(
@@ -44,8 +44,8 @@ def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
     folder = Path(mkdtemp(prefix="hostweave-llama-"))
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(weight.bfloat16())  # weights that are exact in bf16
-        model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # several files, or one file
+            weight.copy_(weight.bfloat16())  # The weights are exact in bf16.
+        model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # The checkpoint has several files, or one file.
         ids = torch.tensor(PROMPTS)
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         return folder, model(ids).logits[:, -1], tokens[:, ids.shape[1] :]
@@ -57,7 +57,7 @@ def on_gpus(ranks: int, *case: Any) -> Any:
 
 
 CASES = [
-    pytest.param("cpu", 1, "float32", True, marks=pytest.mark.slow),  # the case of 4 ranks has the same features
+    pytest.param("cpu", 1, "float32", True, marks=pytest.mark.slow),  # The case of 4 ranks has the same features.
     ("cpu", 2, "float32", False),
     ("cpu", 4, "float32", True),
     ("cpu", 2, "bfloat16", False),
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "tp", "dtype", "tied"), CASES)
 def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) -> None:
-    """Tests all ranks, a second text with the same cache and graph, and a text that fills the cache."""
+    """Covers all ranks, a second text with the same cache and graph, and a text that fills the cache."""
     folder, logits, tokens = checkpoint(tied)
     c, frequencies, ends = read_config(folder, dtype)
     assert (c.num_key_value_heads, c.tie_word_embeddings, c.rms_norm_eps, ends) == (4, tied, 1e-6, [])
@@ -97,7 +97,7 @@ def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) 
         got = list(model.generate(PROMPTS, TOKENS))
         assert got[:3] == first
         if target == "cuda" or tied:
-            short = [PROMPTS[0], PROMPTS[1][:5]]  # the results must equal those of each sequence alone
+            short = [PROMPTS[0], PROMPTS[1][:5]]  # The results must equal the results of each sequence alone.
             alone = llama.Llama(c, programs, weights, frequencies, batch=1, length=model.length)
             each = [[token for (token,) in alone.generate([prompt], 6)] for prompt in short]
             assert not is_exact or list(map(list, zip(*model.generate(short, 6), strict=True))) == each
@@ -142,7 +142,7 @@ def test_samples_are_among_the_most_probable_tokens() -> None:
         p /= p.sum()
         order = np.argsort(-p, kind="stable")
         kept = order[: 1 + int(np.searchsorted(np.cumsum(p[order]), top_p - 1e-6))]
-        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # keeps ties with the last token
+        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # Ties with the last token are kept.
         wanted /= wanted.sum()
         counts = np.bincount(tokens[0], minlength=vocabulary) / ROWS
         assert not counts[wanted == 0].any()
@@ -182,7 +182,7 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (tmp_path / file).symlink_to(folder / file)
     run(monkeypatch, tmp_path, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76", target=target)
     assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:3].tolist()]
-    if target == "cuda":  # top_p is so small that sampling is greedy
+    if target == "cuda":  # top_p is so small that sampling is greedy.
         drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
         run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
         assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]
@@ -230,7 +230,7 @@ def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_older_configs(tmp_path: Path) -> None:
-    """Older configs have separate keys rope_theta, rope_scaling and torch_dtype, and lack head_dim and the number of key heads."""
+    """Older configs have separate keys rope_theta, rope_scaling and torch_dtype. They lack head_dim and the number of key heads."""
     found = json.loads((checkpoint(True)[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": [3, 4]}))
     wanted, rates, ends = read_config(tmp_path)

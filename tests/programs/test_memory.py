@@ -34,14 +34,14 @@ def held() -> dict[str, int]:
 def test_close_frees_everything() -> None:
     fusion = fusion_of("ag_matmul_ring", RANKS, 3, hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
-    compiled(fusion).run(**arrays)  # warm-up: ranks and channels
+    compiled(fusion).run(**arrays)  # The warm-up makes ranks and channels.
     before = held()
     program = hw.compile(fusion)
     expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     opened = held()
     assert opened["live_bytes"] > before["live_bytes"]
     assert opened["live_events"] > before["live_events"]
-    assert opened["live_communicators"] == before["live_communicators"]  # programs share communicators
+    assert opened["live_communicators"] == before["live_communicators"]  # Programs share communicators.
     program.close()
     assert held() == before
 
@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """A call with other sizes does not allocate if the memory is large enough."""
+    """This also holds for a call with other sizes, if the memory is large enough."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
@@ -75,11 +75,11 @@ def test_the_arena_has_the_planned_size() -> None:
     fusion = fusion_of("two_loops", RANKS, 3, hw.bf16)
     sizes = sizes_of(fusion, 8)
     arrays = integer_arrays(fusion, sizes, seed=0)
-    compiled(fusion).run(**arrays)  # warm-up: ranks, channels, and memory for arguments
+    compiled(fusion).run(**arrays)  # The warm-up makes ranks, channels, and memory for arguments.
     program, before = hw.compile(fusion), held()["live_bytes"]
     program.run(**arrays)
     arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))
-    word = 4  # bytes of a word that is copied to the host when a graph launch starts
+    word = 4  # When a graph launch starts, a word of this many bytes is copied to the host.
     assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments + word)
     program.close()
 
@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """Results are right although buffers share memory as planned. All memory is filled with NaN before every call."""
+    """Buffers share memory as planned. All memory is filled with NaN before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
@@ -140,7 +140,7 @@ host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(
 
 
 def without(line: str) -> HostProgram:
-    """Program without this line, which is a record or a wait."""
+    """Removes this line, which is a record or a wait."""
     return HostProgram.parse(SHARED.replace(f"    {line}\n", "").replace(f"  {line}\n", ""))
 
 
@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """The check, and the CPU device in every schedule, detect a missing dependency."""
+    """The check, and the CPU device in every schedule, detect the missing dependency."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

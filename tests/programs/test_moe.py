@@ -1,4 +1,4 @@
-"""Mixtures of experts on several ranks: the layer and its gradients equal those on one device, for several routings and capacities."""
+"""Mixtures of experts on several ranks. The layer and its gradients equal those on one device, for several routings and capacities."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[
     for rank, own in enumerate(results):
         for output, want in zip(host.outputs, wanted, strict=True):
             block = want[block_of(output.type, host.mesh, rank, want.shape)]
-            np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # scores are f32
+            np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # Scores are f32.
 
 
 CASES = [(1, "auto"), (2, "peer"), (3, "auto"), (4, "one_sided")]
@@ -60,7 +60,7 @@ def test_every_routing(ranks: int, transport: str) -> None:
 
 
 def test_tokens_are_sent_once_in_each_direction() -> None:
-    """Tokens are all-gathered, and the sums of the ranks are reduce-scattered. All other communication is of ids and weights."""
+    """Tokens are all-gathered, and sums are reduce-scattered. All other communication is of ids and weights."""
     sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.Communication)]
     assert [type(i) for i in sent].count(ir.ReduceScatter) == 1
     gathered = [i.src for i in sent if isinstance(i, ir.AllGather)]
@@ -128,13 +128,13 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """Choices that exceed the capacity of a rank add nothing to the result. These choices are those of the last tokens for the rank's last
-    experts."""
+    """Choices beyond the capacity of a rank add nothing to the result. These are the choices of the last tokens for the last experts of the
+    rank."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 
 def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity: int | None, random: np.random.Generator) -> None:
-    """Sends rows to the ranks of their experts and back. The experts of a token are random, and may be equal."""
+    """Sends rows to the ranks of their experts, and back. The experts of a token are random, and may be equal."""
 
     @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", choices], weights=hw.f64["T@ep", choices])
     def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -144,7 +144,8 @@ def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity
     host = lower(through, Options())
     check(host, fusion=through)
     x, weights = random.standard_normal((tokens, H)), random.random((tokens, choices))
-    ids = random.integers(0, int(random.integers(1, experts + 1)), (tokens, choices)).astype(np.int32)  # the last experts may get no tokens
+    # The last experts may get no tokens.
+    ids = random.integers(0, int(random.integers(1, experts + 1)), (tokens, choices)).astype(np.int32)
     wanted, counts, own = np.zeros_like(x), np.zeros(experts, int), tokens // ranks
     for source in range(ranks):
         chosen = [(int(ids[t, i]), t, i) for t in range(source * own, (source + 1) * own) for i in range(choices)]
@@ -165,7 +166,8 @@ def test_ranks_round_the_sums_that_they_send(ranks: int) -> None:
     host = lower(through, Options())
     check(host, fusion=through)
     random = np.random.default_rng(ranks)
-    x, weights = random.integers(0, 1000, (8, H)).astype(np.float32), random.integers(1, 4, (8, 3)).astype(np.float32)  # f32 sums are exact
+    # f32 sums are exact.
+    x, weights = random.integers(0, 1000, (8, H)).astype(np.float32), random.integers(1, 4, (8, 3)).astype(np.float32)
     ids = random.integers(0, 4, (8, 3)).astype(np.int32)
     terms = np.where(ids[:, :, None] // (4 // ranks) == np.arange(ranks), weights[:, :, None], 0)  # [token, choice, rank]
     sums = np.einsum("tcr,th->rth", terms, x)

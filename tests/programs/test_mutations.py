@@ -2,7 +2,7 @@
 
 A mutant lacks one synchronisation, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in
 flight, and all memory is NaN before each call. If the static check rejects the mutant, some schedule must give wrong results, and the
-device must report a race. Otherwise all schedules must give right results.
+device must report a race. Otherwise, all schedules must give right results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hostweave.runtime.cpu import seeded
 SEEDS = 200
 CALLS = 3  # number of calls in flight
 SYNCHRONISATION = (ir.Record, ir.Wait, ir.Fork, ir.Join)
-TURNS = "turn"  # name of the event that orders channels; without this event ranks may deadlock, but results are not wrong
+TURNS = "turn"  # Name of the event that orders channels. Without this event, ranks may deadlock, but results are not wrong.
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Programs without one synchronisation, and descriptions."""
+    """Yields programs without one synchronisation, and descriptions."""
     parts = bodies(host)
     found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):
@@ -53,11 +53,11 @@ class Variant:
 
 
 SMALL = Variant(ranks=3, chunks=5, streams=4)
-ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream, records and waits of rings are redundant
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # With one stream, the records and waits of rings are redundant.
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
-# Only slow tests use these programs, because their forks and joins are the same as those of other programs.
+# Only slow tests use these programs, because other programs have the same forks and joins.
 SIMILAR = ("add", "allreduce", "allreduce_rows", "epilogues", "matmul_m", "matmul_n", "matmul_ar_flat", "reduce_scatter", "two_loops")
 SIMILAR += ("ag_matmul", "ag_matmul_beside_sums", "ag_matmul_flat", "ag_matmul_flat_across", "ag_matmul_flat_chunked")
 SIMILAR += ("matmul_rs_through_bcast",)
@@ -114,7 +114,7 @@ def test_dropped_order_of_channels() -> None:
             rejected[dropped] = str(caught.value)
             program = compiled(mutant, options=Options(check=False))
             assert not any(is_wrong(program, fusion, calls, seed) for seed in range(20))
-            # The first record is necessary only for the check, because CUDA ignores a wait for an event that was never recorded.
+            # CUDA ignores a wait for an event that was never recorded, so only the check needs the first record.
             assert any(is_reported(program, calls, seed) for seed in range(20)) == (len(rejected) > 1)
     assert list(rejected) == ["1 record turn[0]", "2 wait turn[0]", "3 record turn[0]"]
     first, *others = rejected.values()
@@ -123,7 +123,7 @@ def test_dropped_order_of_channels() -> None:
 
 
 def without_idle_waits(mutant: HostProgram) -> HostProgram:
-    """The mutant without waits for events that are never recorded. CUDA ignores such waits, and the check rejects them."""
+    """Removes waits for events that are never recorded. CUDA ignores such waits, and the check rejects them."""
     recorded = {i.event for i in tree.walk(mutant.body) if isinstance(i, ir.Record)}
     return replace(mutant, body=tree.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
 

@@ -30,8 +30,8 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of a compilation. `chunks` is the number of chunks if the number of ranks does not determine this number. If `known`, sizes
-    are constants."""
+    """Options of a compilation. `chunks` is the number of chunks if the number of ranks does not determine it. If `known`, sizes are
+    constants."""
 
     ranks: int
     chunks: int
@@ -55,8 +55,8 @@ ON_ONE_DEVICE = (
     Variant(ranks=1, chunks=5, streams=2, dtype=hw.f16, known=True),
     Variant(ranks=1, chunks=3, streams=4, dtype=hw.bf16),
 )
-OFTEN = VARIANTS[3]  # other tests run every program in this variant
-QUICK = [v for v in VARIANTS if v is not OFTEN]  # by default each program runs in only one of these variants
+OFTEN = VARIANTS[3]  # Other tests run every program in this variant.
+QUICK = [v for v in VARIANTS if v is not OFTEN]  # Each program runs in only one of these variants by default.
 CASES = [
     pytest.param(name, v, id=f"{name}-{v}", marks=[] if names is ONE_DEVICE or v == QUICK[number % 4] else [pytest.mark.slow])
     for names, variants in ((SEVERAL, VARIANTS), (ONE_DEVICE, ON_ONE_DEVICE))
@@ -102,7 +102,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
-    """Results for sizes at which the last ranks have fewer elements, or none."""
+    """At these sizes, the last ranks have fewer elements, or none."""
     variant = OFTEN
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))

@@ -25,7 +25,7 @@ WHOLLY = (
     "matmul_ar",
     "matmul_ar_ag",
     "ag_matmul_flat_chunked",
-)  # programs whose communication all uses windows if the transport is stated
+)  # If the transport is stated, all communication of these programs uses windows.
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_ring", 4),
     ("matmul_rs_ring", 3),
@@ -46,7 +46,7 @@ def options_of(name: str, transport: str = "peer") -> Options:
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options_of(name, transport))
-    for times in (1, 3, 2):  # the memory grows, and is reused
+    for times in (1, 3, 2):  # The memory grows, and is reused.
         arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True))
     calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
@@ -90,13 +90,12 @@ def test_text_and_interpreter_of_one_sided_programs(name: str, ranks: int) -> No
 def test_one_kernel_adds_received_terms_and_computes_the_consumer(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
-    assert len(launches) == (1 if ranks <= 8 else 2)  # more than 8 terms are added by a separate kernel
+    assert len(launches) == (1 if ranks <= 8 else 2)  # A separate kernel adds more than 8 terms.
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 
 def test_blocks_are_sent_one_after_another() -> None:
-    """Matmuls before a reduce-scatter are on one stream, because concurrent matmuls would end together, and the first block would be sent
-    late."""
+    """Matmuls before a reduce-scatter are on one stream. Concurrent matmuls would end together, so the first block would be sent late."""
     host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
     assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
     assert (

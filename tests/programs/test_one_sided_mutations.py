@@ -1,7 +1,7 @@
 """Each put, get, signal and wait is necessary, and so are its peer, position, signal number and count.
 
 The check detects each mutant that is not known to be correct, and so does some schedule of the CPU device. The proof of order does not
-detect a wrong source address of a get, because the proof does not cover values.
+cover values, so it does not detect a wrong source address of a get.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
         for what, new in changes_of(host, i):
             yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
-            while name in views:  # views of the buffer on the peer or on this rank
+            while name in views:  # These are views of the buffer on the peer or on this rank.
                 view = walked[views[name]]
                 where = "start" if isinstance(view, ir.Slice) else "index" if isinstance(view, ir.Select | ir.Chunk) else ""
                 if where and getattr(view, where) != Const(0):
@@ -76,7 +76,7 @@ def is_accepted(mutant: HostProgram) -> bool:
 
 
 def harmless(host: HostProgram, mutant: HostProgram) -> bool:
-    """True if the check accepts the mutant and its results are right. Fails if the check accepts a mutant with wrong results."""
+    """Returns True if the check accepts the mutant and its results are right. Fails if the check accepts a mutant with wrong results."""
     if not is_accepted(mutant):
         return False
     arrays = integer_arrays(host, sizes_for(host), seed=0)
@@ -87,7 +87,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 
 def is_needless(what: str) -> bool:
-    """True if the mutant is correct, because other events order the streams, or because the mutant only repeats a read."""
+    """True if the mutant is correct. Other events order the streams, or the mutant only repeats a read."""
     needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 
@@ -101,8 +101,8 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_instruction_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """Every mutant of the program is rejected, except mutants that are known to be correct. Also tests arrays in windows, which the caller
-    may write before and after a call."""
+    """Every mutant is rejected, except mutants that are known to be correct. Also covers arrays in windows, which the caller may write
+    before and after a call."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -132,7 +132,7 @@ def test_every_instruction_is_needed_for_an_asynchronous_gather(alternative: str
 
 @pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_instruction_is_needed_for_products_by_shards(alternative: str) -> None:
-    """The first matmul uses the local shard. All other matmuls must wait for arriving shards."""
+    """Only the first matmul uses the local shard. All other matmuls must wait for arriving shards."""
     transport = "two_sided" if alternative == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
     host = lower(weights(alternative == "get(3)", hw.f32["K", "K@dp"]), options)
@@ -141,7 +141,7 @@ def test_every_instruction_is_needed_for_products_by_shards(alternative: str) ->
 
 
 def test_every_instruction_is_needed_for_consecutive_gathers() -> None:
-    """The caller's stream copies the local shard during the transfer, and another gather follows."""
+    """The caller's stream copies the local shard during the transfer. Another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
     def weights(x: hw.Tensor, u: hw.Tensor, v: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,5 @@
-"""Reductions that move past ops, contractions over several dims, and means of uneven shards, compiled and run on 1 to 4 ranks."""
+"""Reductions that move past ops, contractions over several dims, and means of uneven shards. Programs are compiled, and run on 1 to 4
+ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_on_ranks(mesh: hw.Mesh) -> None:
 
 
 def test_variance_of_values_far_from_zero() -> None:
-    """A variance that is small compared with the mean is accurate, because differences from the global mean are squared."""
+    """Differences from the global mean are squared. So a variance is accurate even if it is small compared with the mean."""
 
     @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])
     def moments(x):
@@ -78,8 +79,7 @@ def test_variance_of_values_far_from_zero() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
-    """Variances with several corrections, over sharded and unsharded dims. The result is NaN if the correction equals the number of
-    elements."""
+    """Variances with several corrections, over sharded and unsharded dims. A correction that equals the number of elements gives NaN."""
     rows, columns = (5, 3) if stated else ("M", "K")
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[f"{rows}@x", columns], y=hw.bf16[rows, columns])

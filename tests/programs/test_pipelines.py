@@ -71,7 +71,7 @@ LINE = Mesh(x=3)
 
 @hw.fusion(mesh=LINE, x=hw.f32["M@x", "N"], v=hw.f8e4m3["K", "M@x"].on(LINE.ranks([0, 1])))
 def uneven(x, v):
-    """Program with an all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
+    """An all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
     columns = hw.reshard(x, "M", "N@x")
     moved = hw.reshard(v, "K", "M@x", mesh=LINE.ranks([2, 1, 0]))
     return columns, hw.reshard(hw.sum(x, axis=0), "N@x"), hw.reshard(columns + 1, "M", "N"), moved
@@ -140,15 +140,15 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
     assert all(plan.peak == plan.bound for plan in plans)
     report = memory_report(host, {})
     assert [line.rpartition(", ")[2] for line in report.splitlines() if line.startswith("memory of")] == ["rank 0", "rank 2"]
-    if name == "two_stages_streamed":  # each stage has temporaries per stream
+    if name == "two_stages_streamed":  # Each stage has temporaries per stream.
         assert [row.name for row in plans[0].rows] == ["%h", "%matmul_down1"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%g"]
         many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
-        assert 4 * many.peak == plans[2].peak  # each of 4 streams has buffers for one of 16 micro-batches
+        assert 4 * many.peak == plans[2].peak  # Each of 4 streams has buffers for one of 16 micro-batches.
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:
-    """A block is on the mesh of its parameters. All ranks call the function, and the ranks of the mesh compute."""
+    """A block is on the mesh of its parameters. All ranks call the function, but only ranks of the mesh compute."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
 
@@ -172,7 +172,7 @@ def test_layers_of_a_stage_are_calls_of_a_block() -> None:
         return blocks[1](hw.reshard(h, "M", "E", mesh=second), up3, down3)
 
     program = hw.compile(three_layers)
-    assert program.source.count("  stage_1(") == 2  # both calls are of one function
+    assert program.source.count("  stage_1(") == 2  # Both calls are of one function.
     arrays = integer_arrays(three_layers, {"M": 3, "E": 4, "F": 6}, seed=0)
     expect(three_layers, arrays, program.run(**arrays, ranks=True), exact=True)
 
@@ -191,7 +191,7 @@ def local(rank: int) -> list[Array | None]:
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """For each rank, the result of `function(rank)`, or the message of the error that it raises."""
+    """For each rank, the result of `function(rank)`, or the message of its error."""
     provider = hw.Threads(4)
 
     def call(rank: int) -> Any:
@@ -243,7 +243,7 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 
 
 def test_sizes_that_local_arrays_do_not_determine() -> None:
-    """A rank that is a process knows only the sizes of its arguments, so the caller must state all other sizes."""
+    """A rank that is a process knows only the sizes of its arguments. The caller must state all other sizes."""
     host = lowered(FUSION)
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, verifies_calls=False, windows=Windows())

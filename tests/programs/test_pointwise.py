@@ -1,5 +1,5 @@
-"""Public pointwise ops of one or two tensors at critical values. Results are compared with torch, or with NumPy for floor_divide, remainder
-and fmod."""
+"""Public pointwise ops of one or two tensors at critical values, compared with torch, or with NumPy for floor_divide, remainder and
+fmod."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     """Reference by torch. Floats are computed in float64, and rounded to the dtype of the result."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
-    is_division = kind in ("floor_divide", "remainder", "fmod")  # NumPy is the reference, because torch raises for integer division by 0
+    # NumPy is the reference, because torch raises an error for integer division by 0.
+    is_division = kind in ("floor_divide", "remainder", "fmod")
     result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
-    if kind == "sign":  # the sign of NaN is NaN in the array API and NumPy, and 0 in torch
+    if kind == "sign":  # The sign of NaN is NaN in the array API and NumPy, and 0 in torch.
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
     return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
 
@@ -67,7 +68,7 @@ def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
     def program(a, b):
         results = []
         for kind in KINDS:
-            with contextlib.suppress(ProgramError):  # the op does not support this dtype
+            with contextlib.suppress(ProgramError):  # The op does not support this dtype.
                 results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
                 kinds.append(kind)
         return tuple(results)
@@ -97,27 +98,26 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """The values from `low` to `high` among every 30011th f32. By default these values have every exponent."""
+    """Every 30011th f32 from `low` to `high`. By default, these values have every exponent."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
 
-# Ranges of arguments, for functions that are not defined everywhere.
+# Ranges of arguments of functions that are not defined everywhere.
 RANGES = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
     **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),
     **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
-    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # for smaller x, exp(-x) is infinite and the result is 0, as in torch
+    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # For smaller x, exp(-x) is infinite and the result is 0, as in torch.
 }
-MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # these functions round several times, or use tanh of glibc
+MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # These functions round several times, or use tanh of glibc.
 OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 
 
 @pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_are_exact_over_the_whole_range() -> None:
-    """On the CPU target, results are within 2 units in the last place of f32 if they are finite. For the functions in MORE_STEPS the limit
-    is stated there."""
+    """On the CPU target, finite results are within 2 units in the last place of f32, or within the limit in MORE_STEPS."""
     kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
     given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
 
@@ -136,7 +136,7 @@ def test_functions_are_exact_over_the_whole_range() -> None:
 
 
 def test_equality_rounds_its_operands(target: str) -> None:
-    """A value that a kernel computes in bf16 is rounded before it is compared, as in torch. Many elements of a row are then equal."""
+    """A kernel rounds a value in bf16 before the comparison, as torch does. So many elements of a row are equal."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16[8, 300])
     def program(x):
@@ -171,6 +171,6 @@ def test_functions_are_those_of_their_entries(kind: str) -> None:
     assert len(inspect.signature(function).parameters) == (3 if OPS[kind].combine else OPS[kind].arity)
     summary, *rest = function.__doc__.split("\n\n")
     assert summary.endswith(".")
-    assert ("Raises ProgramError" in "".join(rest)) == (kind != "copy")  # copies all dtypes
+    assert ("Raises ProgramError" in "".join(rest)) == (kind != "copy")  # The op `copy` accepts all dtypes.
     assert f"`hw.{kind}(" in rest[-1]
     assert rest[-1].startswith("Example: ")

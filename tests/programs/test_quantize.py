@@ -24,7 +24,7 @@ M, K = 384, 3072
 
 
 def blocks(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Numbers of rows and of columns of a block of elements with one scale."""
+    """Number of rows, and number of columns, of a block of elements with one scale."""
     return {"row": (1, shape[1]), "tensor": shape, "block": (1, 128), "block2d": (128, 128)}[scaling]
 
 
@@ -51,7 +51,7 @@ def quantized_by_all(dtype: hw.DType) -> list[Array]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("dtype", [hw.f8e4m3, hw.f8e5m2], ids=str)
 def test_values_and_scales(dtype: hw.DType, ranks: int) -> None:
-    """Values and scales of sharded rows and columns are bitwise equal to the reference, because maxima are exact."""
+    """Maxima are exact, so values and scales of sharded rows and columns are bitwise equal to the reference."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16[f"{M}@x", K], z=hw.bf16[M, f"{K}@x"])
     def all_kinds(x: hw.Tensor, z: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -78,7 +78,8 @@ def test_uneven_rows_and_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_delayed_scales(scaling: str) -> None:
-    """With delayed scaling, values are divided by the given scales. The scales of the current values are returned for the next step."""
+    """With delayed scaling, values are divided by the given scales. The program returns the scales of the current values for the next
+    step."""
     r, c = blocks(scaling, (M, K))
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16[f"{M}@x", K], s=hw.f32[M // r, K // c])
@@ -96,8 +97,8 @@ def test_delayed_scales(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
 def test_quantisation_is_fused_with_its_producer(made: str, scaling: str) -> None:
-    """Quantisation per row, or with an earlier scale, is in the kernel that computes the values. With an earlier scale, this kernel also
-    writes row maxima, which a second kernel reduces."""
+    """The kernel that computes the values also quantises them, per row or with an earlier scale. With an earlier scale, this kernel also
+    writes row maxima. A second kernel reduces the maxima."""
 
     @hw.fusion(x=hw.bf16["M", "K"], g=hw.bf16["M", "K"], w=hw.bf16["K"], s=hw.f32[1, 1])
     def fused(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -113,7 +114,7 @@ def test_quantisation_is_fused_with_its_producer(made: str, scaling: str) -> Non
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
 def test_layer(scaling: str, ranks: int) -> None:
-    """A norm, quantisation, a gather of 8-bit values, and a matmul with quantised weights give results close to float64."""
+    """A norm, quantisation, a gather of 8-bit values, and a matmul with quantised weights are close to float64."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["64@x", 512], g=hw.bf16[512], w=hw.bf16["256@x", 512])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -128,7 +129,8 @@ def test_layer(scaling: str, ranks: int) -> None:
     wide = x.astype(np.float64)
     normed = wide / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-6)
     exact = normed @ w.astype(np.float64).T
-    deviation = np.sqrt(2 * 512) * 2**-4 / np.sqrt(3) * np.sqrt(0.5)  # upper bound for sums whose terms are rounded twice to 4 bits
+    # This is an upper bound for sums whose terms are rounded twice to 4 bits.
+    deviation = np.sqrt(2 * 512) * 2**-4 / np.sqrt(3) * np.sqrt(0.5)
     assert np.abs(y - exact).max() < 6 * deviation
     assert np.abs(y - exact).mean() < deviation
     if ranks > 1:
@@ -153,7 +155,7 @@ def test_mistakes() -> None:
 
 
 def test_gathers_do_not_split_the_kernel() -> None:
-    """One kernel computes values and scales, also if both are gathered in one group, or the gather is pipelined with matmuls."""
+    """One kernel computes values and scales, even if both are gathered in one group, or if the gather is pipelined with matmuls."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", 8192], g=hw.bf16[8192], w=hw.f8e4m3["7168@x", 8192], t=hw.f32["7168@x", 1])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

@@ -28,9 +28,9 @@ Array = np.ndarray[Any, Any]
 NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
-FOUR = pytest.param(4, marks=pytest.mark.slow)  # programs for 2, 3 and 8 ranks have every kind of iteration
-TWO = pytest.param(2, marks=pytest.mark.slow)  # other tests gather quantised rows in the same loops
-OTHERS = [("row", 24), ("block", "M")]  # scales and numbers of rows that are tested only with -m slow
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # Programs for 2, 3 and 8 ranks have every kind of iteration.
+TWO = pytest.param(2, marks=pytest.mark.slow)  # Other tests gather quantised rows in the same loops.
+OTHERS = [("row", 24), ("block", "M")]  # Scales and numbers of rows that only -m slow tests.
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -45,7 +45,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands a [M, K] and w [N, K], and scales of many magnitudes."""
+    """Operands a [M, K] and w [N, K]. The scales have many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -80,8 +80,8 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """A matmul for each kind of scales and each dim. The dim is sharded. Scales along the dim are sharded if their number is a multiple of
-    `ranks`."""
+    """Makes a matmul for each kind of scales and each dim. The dim is sharded. Scales along the dim are sharded if their number is a
+    multiple of `ranks`."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):
@@ -101,7 +101,7 @@ def product(
 
 
 def given_to(splits: str, **given: dict[str, Array]) -> dict[str, Array]:
-    """Arguments of `product`, from arrays by the kind of their scales: the same arrays for each dim in `splits`."""
+    """Arguments of `product`, from arrays by the kind of their scales. Each dim in `splits` gets the same arrays."""
     return {f"{name}_{kind}_{split}": array for kind, of in given.items() for split in splits for name, array in of.items()}
 
 
@@ -129,7 +129,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
 
 
 def test_results_are_rounded_only_once() -> None:
-    """Operands are small integers, and scales are powers of two. All sums are then exact, and results are bitwise equal to the rounded
+    """Operands are small integers, and scales are powers of two. So all sums are exact, and results are bitwise equal to the rounded
     reference."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
@@ -184,10 +184,10 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 @pytest.mark.parametrize("ranks", [TWO, 3, FOUR, 8])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
-    """Matmuls are pipelined with the gathers of their rows and of the rows' scales."""
+    """Matmuls are pipelined with the gathers of their rows and of the scales of the rows."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
     host = lower(fusion, Options())
-    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # loops across shards are merged
+    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # Loops across shards are merged.
     outside = [i for i in host.body if isinstance(i, ir.Communication)]
     assert not [i for i in outside if not isinstance(i, ir.OneSided)]
     run_loops(fusion, 1)
@@ -196,7 +196,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
 @pytest.mark.parametrize(("kind", "rows"), [("row", "M"), ("block", 24), *(pytest.param(*c, marks=pytest.mark.slow) for c in OTHERS)])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
 def test_quantised_rows_are_sent_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
-    """In each iteration, values and scales are sent in one group, or are read after one signal, for any number of rows."""
+    """In each iteration, values and scales are sent in one group, or are read after one signal. This holds for any number of rows."""
     ranks = 2
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32[f"{rows}@x", 256], w=hw.f8e4m3[32, 256])
@@ -211,7 +211,7 @@ def test_quantised_rows_are_sent_with_their_scales(kind: str, algorithm: str, pi
     kinds = {"p2p": ir.Group, "ring": ir.Group, "put": ir.WaitSignal, "broadcast": ir.Group}
     assert len([i for i in found if isinstance(i, kinds[algorithm])]) == 1
     assert len([i for i in found if isinstance(i, ir.Get | ir.Recv | ir.Broadcast)]) == 2
-    assert not any(isinstance(i, ir.Copy) and i.src in ("a", "s") for i in found)  # the local shard is used without a copy
+    assert not any(isinstance(i, ir.Copy) and i.src in ("a", "s") for i in found)  # The local shard is used without a copy.
     program = hw.compile(gathered)
     for count in (4, 12, 20) if rows == "M" else (24,):
         a, w = (np.exp2(random.integers(-3, 4, shape)).astype(np.float32) for shape in ((count, 256), (32, 256)))
@@ -243,7 +243,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
-    """For scales per block, numbers of rows that are not multiples of 4 are padded, as cuBLASLt requires, also if a loop accumulates."""
+    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4. Loops may accumulate."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(
@@ -264,7 +264,7 @@ def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
 
 
 def test_named_sizes_of_blocks() -> None:
-    """The row stride of scales of 128 x 128 blocks is a multiple of 4 elements, also if sizes are known only at the call."""
+    """The row stride of scales of 128 x 128 blocks is a multiple of 4 elements, even if sizes are known only at the call."""
 
     @hw.fusion(a=hw.f32["M", "K"], w=hw.f32["N", "K"])
     def of_blocks(a: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -278,7 +278,7 @@ def test_named_sizes_of_blocks() -> None:
 
 
 def test_a_bias_in_f32() -> None:
-    """If the result of an 8-bit product is f32, cuBLASLt reads the bias as bf16. A kernel therefore adds a bias in f32."""
+    """If the result of an 8-bit product is f32, cuBLASLt reads the bias as bf16. So a kernel adds a bias in f32."""
 
     @hw.fusion(a=hw.f8e4m3["M", K], w=hw.f8e4m3[N, K], s=hw.f32["M", 1], t=hw.f32[1, N], b=hw.f32[N])
     def ended(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
@@ -324,7 +324,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_do_not_support() -> None:
-    """Products whose int sizes are not multiples of 16 are composed. For a size that is known only at the call, this is an error."""
+    """A product is composed if its int sizes are not multiples of 16. A size that is known only at the call must be such a multiple."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

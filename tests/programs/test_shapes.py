@@ -1,5 +1,4 @@
-"""Slices, concat and pad in whole programs, with sizes that are known only at the call, on every rank of the CPU target, compared with
-NumPy."""
+"""Slices, concat and pad in whole programs, on every rank of the CPU target, compared with NumPy. Sizes are known only at the call."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def padded(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Slices and concats of chunks, along another dim than that of the chunk loop."""
+    """Slices and concats of chunks along a dim that the chunk loop does not split."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], z=t["M", "N"])
     def in_loops(x, w, z):  # type: ignore[no-untyped-def]
@@ -143,7 +142,7 @@ def test_a_slice_beyond_the_size_of_a_call(take: Callable[[hw.Tensor], hw.Tensor
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
-    """The sizes of repeated slices are nested quotients, which cannot be written with a common denominator."""
+    """Sizes of repeated slices are nested quotients, which have no common denominator."""
     cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
     assert type(fusion).parse(str(fusion)) == fusion
@@ -162,7 +161,7 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 def test_views_of_more_dims_than_arrays_have() -> None:
     """A communication along a dim needs a view with an additional dim for blocks. Kernels that copy accept any number of dims.
 
-    The view is used if the size is a multiple of the number of ranks; otherwise blocks are packed.
+    The view is used if the size is a multiple of the number of ranks. Otherwise, blocks are packed.
     """
 
     @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])

@@ -1,4 +1,4 @@
-"""Matmuls with gathered weights, shard by shard: nothing is copied, and results equal NumPy's."""
+"""Matmuls with gathered weights, shard by shard. Nothing is copied, and results equal those of NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.machine import H200
 
-# A machine with slow links and slow matmuls. For such a machine, the cost model hides even the gathers of small matrices.
+# A machine with slow links and slow matmuls. Its cost model hides even the gathers of small matrices.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 48, "K": 24, "N": 48}
@@ -73,7 +73,7 @@ def test_result(ranks: int, is_turned: bool, transport: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "is_turned", "transport"), CASES)
 def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
-    """Neither the local shard nor received shards are copied, and matmuls keep their epilogues."""
+    """Neither the local shard nor received shards are copied. Matmuls keep their epilogues."""
     host = lower(layers_of(ranks, is_turned), options_of(ranks, transport))
     posted = [i for i in tree.walk(host.body) if isinstance(i, ir.Put | ir.AllGather)]
     assert not [i for i in tree.walk(host.body) if i.copies]
@@ -88,8 +88,8 @@ def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("sizes", [{"N": 50}, {"M": 45}, {"K": 25}, {"M": 1, "N": 7, "K": 5}], ids=str)
 def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: str) -> None:
-    """A call with uneven sizes gathers all shards into one buffer first. If the stated N is uneven, the
-    choices in `options` are refused."""
+    """A call with uneven sizes first gathers all shards into one buffer. If the stated N is uneven, the choices in `options` are
+    refused."""
     fusion, options = layers_of(4, is_turned=False), options_of(4, transport)
     arrays = arrays_of({**SIZES, **sizes}, is_turned=False)
     program = hw.compile(fusion, options=options)
@@ -109,7 +109,7 @@ def test_explain_names_the_choice() -> None:
 
 @pytest.mark.parametrize("transport", WAYS)
 def test_columns_of_a_batch_end_with_bias_and_activation(transport: str) -> None:
-    """The product of a batch is one matmul, because the rows of all matrices have the same stride."""
+    """The rows of all matrices of a batch have the same stride, so the product of the batch is one matmul."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2), x=hw.f32[2, "M@dp", 24], first=hw.f32[24, 24], w=hw.f32["48@dp", 24], bias=hw.f32[48])
     def batch(x: hw.Tensor, first: hw.Tensor, w: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:

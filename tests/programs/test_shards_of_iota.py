@@ -23,7 +23,7 @@ def numbered(table: hw.Tensor, ids: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor,
 def test_no_kernel_computes_the_whole_iota() -> None:
     host = lower(numbered, Options())
     launches = [i for i in tree.walk(host.body) if tree.names(i, "launch")]
-    assert len(launches) == 4  # the lookup, its all_reduce, the mask and the indices
+    assert len(launches) == 4  # The launches are the lookup, its all_reduce, the mask and the indices.
     assert not any(isinstance(i, ir.Slice) for i in tree.walk(host.body))
     offsets = {str(size) for kernel in host.kernels for size in kernel.sizes}
     assert offsets == {"first(V, tp)", "first(S, tp)"}

@@ -24,7 +24,7 @@ PLACES += [pytest.param("cuda", 2, *case, marks=on_gpus) for case in ON_GPUS]
 
 @pytest.mark.parametrize(("target", "ranks", "name", "transport"), PLACES)
 def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> None:
-    """At the first call nothing is allocated yet. Later calls have memory for other sizes."""
+    """At the first call, no memory is allocated yet. Later calls have memory for other sizes."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = hw.compile(fusion, target, options=hw.Options(transport=transport))
     some = sizes_of(program.host)
@@ -44,7 +44,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
-    """Slices of a dim of few elements may be empty, as in NumPy, also in the variant for uneven sizes."""
+    """Slices of a dim with few elements may be empty, as in NumPy. This also holds in the variant for uneven sizes."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64["M@x", "N"], y=hw.f64["N", "M"])
     def sliced(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Generated sources are equal for both targets, need no toolchain, and compile with the real CUDA, NCCL and cuBLASLt."""
+"""Generated sources are equal for both targets, and need no toolchain. They compile with the real CUDA, NCCL and cuBLASLt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.target import find_target
 
 NAMES = (*SEVERAL, *ONE_DEVICE, *ONE_SIDED, *PIPELINES)
-# Programs that have no instruction beyond those of the other programs, so they are compiled for CUDA only with -m slow. Tests of ops
-# compile kernels.
+# Programs whose instructions all occur in other programs. These programs are compiled for CUDA only with -m slow. Tests of ops compile
+# kernels.
 COVERED = ("ag_matmul_flat_chunked", "matmul_ar_unstreamed", "two_outputs", "gated_in_loops", "set", "add", "row_sum", "matmul_m")
 COVERED += ("matmul_n", "matmul_batch", "two_ops", "three_ops", "residual_put", "ag_pieces_put")
 
@@ -42,5 +42,5 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in COVERED else []) for name in NAMES])
 def test_compiles_and_links_for_cuda(name: str) -> None:
     program = compiled(fusion(name), target="cuda")
-    assert program.module.name == name  # loading resolves all symbols, and needs no driver
+    assert program.module.name == name  # Loading resolves all symbols, and needs no driver.
     assert "warning" not in (program.folder / "build.log").read_text()

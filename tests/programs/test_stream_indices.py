@@ -1,4 +1,4 @@
-"""Stream indices are taken modulo the number of streams, with a nonnegative result, both in the check and in C++."""
+"""Stream indices are taken modulo the number of streams. The result is nonnegative, both in the check and in C++."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_negative_index_of_a_stream(index: str) -> None:
 
 
 def test_memory_of_a_stream_with_a_negative_index() -> None:
-    """The index is always less than the number of streams, but it may be negative, so the C++ still needs a modulo."""
+    """The index is always less than the number of streams, but may be negative. So the C++ still needs a modulo."""
     text = PROGRAM.format(index="%i - 1").replace("%x -> %t", "%x_i -> %t").replace("%t -> %y", "%t -> %y_i")
     views = "".join(f"      %{name}_i = chunk %{name}[0: %i of 3]\n" for name in "xy")
     text = text.replace("      copy %x_i", f"{views}      copy %x_i").replace("allocate f32[M]", "allocate f32[M/3]")

@@ -28,7 +28,7 @@ def ran(function: Any, target: str, **arrays: Any) -> Any:
 
 
 def test_more_terms_than_f32_counts(target: str) -> None:
-    """A naive sum of ones in f32 would stop at 2^24, because 2^24 + 1 is rounded to 2^24."""
+    """In f32, a naive sum of ones would stop at 2^24, because 2^24 + 1 is rounded to 2^24."""
 
     @hw.fusion(x=hw.f16["N"], y=hw.f16["M", 2])
     def sums(x, y):
@@ -43,7 +43,7 @@ def test_more_terms_than_f32_counts(target: str) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16"])
 def test_sums_have_few_rounding_errors(dtype: str, axis: int, target: str) -> None:
-    """The terms are positive, so that sequential addition would have a far larger error."""
+    """The terms are positive, so sequential addition would have a far larger error."""
     spec = getattr(hw, dtype)
 
     @hw.fusion(x=spec["M", "N"])
@@ -60,7 +60,7 @@ def test_sums_have_few_rounding_errors(dtype: str, axis: int, target: str) -> No
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_variance_far_from_zero(axis: int, target: str) -> None:
-    """Near 1e8 the spacing of f32 is 8, so the mean is not exact."""
+    """Near 1e8, the spacing of f32 is 8, so the mean is not exact."""
 
     @hw.fusion(x=hw.f32["M", "N"], y=hw.bf16["M", "N"], z=hw.f32["M", "N"])
     def variances(x, y, z):

@@ -1,4 +1,4 @@
-"""Collectives inside kernels: results on simulated ranks, sizes near the limit, and cases that use NCCL."""
+"""Collectives inside kernels: results on simulated ranks, sizes near the limit, and cases in which NCCL is used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
-WIDTH = 4096  # elements of a row; an all-reduce of a few such rows is small enough for a kernel
+WIDTH = 4096  # Number of elements of a row. An all-reduce of a few such rows is small enough for a kernel.
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """Program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. The third precedes a matmul, and
-    the fourth a sum over the rows."""
+    """A program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. One precedes a matmul, and one
+    precedes a sum over the rows."""
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -89,8 +89,8 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_all_reduces_by_nccl() -> None:
-    """NCCL all-reduces sums with two unknown sizes, large sums, i32, and sums over 16 ranks. NCCL also does so with transports two_sided
-    and one_sided, and without peer access."""
+    """NCCL all-reduces sums with two unknown sizes, large sums, i32, and sums over 16 ranks. It also computes all sums with transports
+    two_sided and one_sided, and without peer access."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))
     for fusion, options in (
@@ -111,8 +111,8 @@ def test_all_reduces_by_nccl() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
-    """Each rank has one element of the reduced dim, so the term that it sends is an operand of the kernel, which also reads it for the
-    result."""
+    """Each rank has one element of the reduced dim. So the term that the rank sends is an operand of the kernel, and the kernel reads it
+    again."""
 
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]
@@ -131,7 +131,7 @@ def test_terms_that_are_read_again(ranks: int) -> None:
 
 
 def blocks(ranks: int, dtype: DType = hw.bf16) -> Fusion:
-    """Gathers before a pointwise kernel and before matmuls, and reduce-scatters before a kernel and at the end."""
+    """Gathers before a pointwise kernel and before matmuls. Reduce-scatters before a kernel and at the end."""
 
     @hw.fusion(
         mesh=hw.Mesh(tp=ranks),
@@ -164,7 +164,7 @@ def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None
 
 
 def sent(ranks: int, dtype: DType = hw.f32, width: str = "T", product: bool = False) -> Fusion:
-    """Reduce-scatter of the result of a kernel. With `product`, a matmul computes the kernel's operand."""
+    """A reduce-scatter of the result of a kernel. With `product`, a matmul computes the operand of the kernel."""
     tail = (width,) * bool(width)
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), p=dtype[f"{ranks}@tp", 8 * ranks, *tail], w=dtype[*tail * 2])
@@ -257,7 +257,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
 @needs_cuda
 @pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
 def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
-    """Compiles kernels for rows whose elements fill packets, and for rows whose elements do not."""
+    """Compiles kernels for rows whose elements fill packets, and for rows whose elements do not fill packets."""
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))

@@ -31,7 +31,7 @@ SIZES = {"S": 16, "B": 2, "E": 40, "F": 48, "T": 32, "K": 24, "N": 16}
 
 @dataclass(frozen=True)
 class Variant:
-    dp: int  # 0 for a mesh with only tp
+    dp: int  # 0 for a mesh with only tp.
     tp: int
     dtype: DType
 
@@ -49,7 +49,7 @@ def programs(variant: Variant) -> Mapping[str, Fusion]:
 
 VARIANTS = (Variant(0, 1, hw.f32), Variant(0, 2, hw.bf16), Variant(2, 2, hw.f32), Variant(0, 8, hw.f32), Variant(2, 4, hw.bf16))
 NAMES = tuple(programs(VARIANTS[0]))
-# Variants of each program. By default, sequence-parallel programs use the third, and other programs the second.
+# Variants of each program. By default, sequence-parallel programs use the third variant, and other programs the second.
 RUN = {
     "gpt_tp": (0, 4),
     "gpt_sp": (1, 3),
@@ -65,7 +65,7 @@ CASES = [
 
 
 def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Inputs with a magnitude of about 1, and weights that preserve this magnitude, rounded to their dtypes."""
+    """Inputs with a magnitude of about 1, and weights that preserve this magnitude. All are rounded to their dtypes."""
     random = np.random.default_rng(len(fusion.name))
     arrays = {}
     for value in fusion.inputs:
@@ -81,7 +81,7 @@ def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
             drawn = random.standard_normal(shape) / 8 + (name[0] == "n")
         else:
             drawn = random.standard_normal(shape)
-        if name == "dy":  # gradients of weights are sums over tokens
+        if name == "dy":  # Gradients of weights are sums over tokens.
             drawn = drawn / np.sqrt(shape[0])
         arrays[name] = np.asarray(drawn).astype(numpy_dtype(value.type.dtype))
     return arrays
@@ -194,7 +194,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if base(name) in ("mlp", "swiglu")])
 def test_layers_have_no_copies(name: str) -> None:
-    """If shards are even, each value is computed in the memory from which its consumer reads it."""
+    """If shards are even, each value is computed in the memory that its consumer reads."""
     host = lowered(programs(VARIANTS[2])[name])
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 

@@ -1,4 +1,4 @@
-"""Uneven sizes that a program with symbolic sizes does not support. A variant with constants for these sizes runs instead."""
+"""Uneven sizes that a program with symbolic sizes does not support. Instead, a variant runs in which these sizes are constants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
 
 
 def from_the_end(mesh: hw.Mesh) -> Fusion:
-    """Indices and slices that count from the end of a dim, and variances, which use the number of elements, also in a block."""
+    """Indices and slices that count from the end of a dim, and variances, which use the number of elements. Some are in a block."""
 
     @hw.block(x=hw.f32["M", "K"])
     def last(x):  # type: ignore[no-untyped-def]
@@ -113,7 +113,8 @@ def test_calls_of_the_ranks_of_a_group() -> None:
 
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group frees the least recently used variants, on all ranks at the same call, unless a captured call uses them."""
+    """Each group frees the least recently used variants. All ranks free a variant at the same call, unless a captured call uses the
+    variant."""
     monkeypatch.setattr(variants, "MOST_PER_GROUP", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
@@ -158,13 +159,13 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         captured()
 
     threads.run(on_rank)
-    assert len(alive()) <= 2 + 4 * 2  # variants for `run`, and for the group of each rank
+    assert len(alive()) <= 2 + 4 * 2  # There are variants for `run`, and for the group of each rank.
     program.close()
 
 
 @pytest.mark.parametrize("rows", [5, 6, 7])
 def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
-    """The variant for uneven rows has no loop, and a warning reports this. The results are right."""
+    """The variant for uneven rows has no loop, and a warning reports this."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
     def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -23,8 +23,8 @@ from hostweave.pipeline import lower
 
 RANKS, TRANSPORTS = (1, 2, 3, 4, 8), ("auto", "two_sided", "peer", "one_sided")
 ROWS = (5, 7, 12)  # rows of each shard
-QUICK = [*((n, rows) for n in (1, 2, 3) for rows in (5, 12)), (8, 5)]  # other pairs are similar, and run with -m slow
-# For each transport, pairs of (ranks, rows). Transport auto has all algorithms, so the other transports run for only some pairs.
+QUICK = [*((n, rows) for n in (1, 2, 3) for rows in (5, 12)), (8, 5)]  # Other pairs are similar, and run with -m slow.
+# For each transport, pairs of (ranks, rows). Transport auto covers all algorithms, so the other transports run for few pairs.
 WITH = {"auto": QUICK, "two_sided": [(3, 5)], "peer": [(2, 12), (3, 12)], "one_sided": [(1, 5), (2, 5), (8, 5)]}
 CASES = [
     pytest.param(n, rows, transport, marks=[] if (n, rows) in WITH[transport] else [pytest.mark.slow])
@@ -85,7 +85,7 @@ def arrays_of(fusion: Fusion, **sizes: int) -> dict[str, np.ndarray]:
 def test_every_algorithm(ranks: int, rows: int, transport: str) -> None:
     """The check accepts the program, and the results of each rank equal NumPy's."""
     options, tried = hw.Options(transport=transport), 0
-    for chunks in (2, 3, 2 * ranks, *([4 * ranks] if ranks < 8 else [])):  # 32 chunks on 8 ranks take as long as all other cases
+    for chunks in (2, 3, 2 * ranks, *([4 * ranks] if ranks < 8 else [])):  # 32 chunks on 8 ranks would take as long as all other cases.
         made: list[Fusion] = [summed(ranks, rows, chunks), columns(ranks, rows * ranks, chunks)]
         for make, algorithms in ((gathered, GATHERING), (scattered, SCATTERING)):
             for algorithm in POSSIBLE[transport].intersection(algorithms):
@@ -163,7 +163,7 @@ def test_on_two_gpus(make: Callable[..., Fusion], algorithm: str | None) -> None
 
 
 def test_a_loop_for_the_rest() -> None:
-    """For 5 rows per shard and 2 chunks, one loop computes chunks of 3 rows, and a second loop chunks of 2 rows."""
+    """With 5 rows per shard and 2 chunks, one loop computes chunks of 3 rows. A second loop computes chunks of 2 rows."""
     text = str(lower(gathered(2, 10, 4, "p2p"), hw.Options()))
     assert "%x_gathered_i = slice %x_gathered[0: 3 from %p * 5]" in text
     assert "%x_gathered_i_2 = slice %x_gathered[0: 2 from %p * 5 + 3]" in text

@@ -52,7 +52,7 @@ extern "C" void twice(const hw::bf16* x, hw::bf16* y, int64_t n) {
 
 
 def rows(ranks: int) -> Fusion:
-    """A user kernel on resharded values, and a second launch of it with an unused output."""
+    """A user kernel on resharded values, and a second launch of this kernel with an unused output."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "N"], z=hw.f32["N", "K@x"])
     def rows(x, z):  # type: ignore[no-untyped-def]
@@ -105,7 +105,7 @@ def test_flat() -> None:
 
 @pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
 def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
-    """On one rank there are no channels, although the types of the kernels name a mesh axis."""
+    """On one rank, there are no channels, although the types of the kernels name a mesh axis."""
     for fusion in (rows(1), flat(1)):
         assert lower(fusion, Options(transport=transport)).channels == ()
 
@@ -188,7 +188,7 @@ def one(source: str | Path, name: str = "f", grid: Any = 1, args: Any = None, **
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_a_kernel_that_does_not_compile(target: str) -> None:
-    """The error has the message of the compiler, with the user's file and line."""
+    """The error has the message of the compiler, and the file and line of the user."""
     with pytest.raises(BuildError) as caught:
         hw.compile(one(WRONG, "wrong"), target=target).build()
     assert f": test_user_kernels.py:{LINE}:" in str(caught.value)
@@ -306,7 +306,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
 
 
 def test_outputs_are_on_the_mesh_of_the_operands() -> None:
-    """Outputs are on the mesh of the operands, even if their specs do not state it. A spec with another mesh is refused."""
+    """Outputs are on the mesh of the operands, even if their specs state no mesh. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])
 

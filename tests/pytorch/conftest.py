@@ -1,4 +1,4 @@
-"""Fixtures of tests of modules: cached exports, programs in NumPy, and no compilation in the background."""
+"""Fixtures for tests of modules: cached exports, programs in NumPy, and no compilation in the background."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-# (module, training) -> export. The key omits inputs and dynamic shapes, so all tests that use `exported_once` must export a module with
-# the same ones. An export takes longer than the rest of a compilation.
+# (module, training) -> export. The key omits inputs and dynamic shapes. So all tests that use `exported_once` must export a module with
+# equal inputs and shapes. An export takes longer than the rest of a compilation.
 _EXPORTED: dict[Any, Any] = {}
 
 
@@ -29,7 +29,7 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs programs of modules by the NumPy interpreter of host programs, with all ranks, so that no C++ is compiled."""
+    """Runs programs of modules by the NumPy interpreter, with all ranks, so that no C++ is compiled."""
     from hostweave.torch.bound import ProgramPart
 
     monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
@@ -55,7 +55,7 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
 
 
 def _as_numpy(tensor: Any) -> Any:
-    """The memory of a tensor as an array. NumPy has 8-bit and bf16 floats only with ml_dtypes."""
+    """The memory of a tensor as an array. NumPy needs ml_dtypes for 8-bit and bf16 floats."""
     import torch
 
     from hostweave.torch.aten import dtype_of
@@ -78,8 +78,8 @@ def _as_tensor(array: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the background compilation of programs for ranges of sizes, except in test files with `ranges` in their names,
-    because the compilation takes time."""
+    """Disables the background compilation of programs for ranges of sizes, because it takes time. Test files with `ranges` in their names
+    keep it."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

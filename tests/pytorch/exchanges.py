@@ -9,8 +9,8 @@ from hostweave.host_ir.tree import Body, bodies
 
 
 def gathers(*programs: hw.Program) -> int:
-    """Number of all-gathers minus number of reduce-scatters, summed over one call of each program. An all-reduce counts as 0 if it
-    consists of both."""
+    """Number of all-gathers minus number of reduce-scatters, summed over one call of each program. An all-reduce that consists of both
+    counts as 0."""
     return sum(_counted(inlined(program.host).body, program.host.depths()) for program in programs)
 
 

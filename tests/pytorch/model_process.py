@@ -1,6 +1,6 @@
-"""One rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there are any.
+"""One rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there is one.
 
-For each model, the process prints a line if the results equal torch's on one device.
+For each model, the process prints a line if the results equal torch's results on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """
@@ -20,7 +20,7 @@ import hostweave.torch
 
 def check(name: str, group: hw.Group, device: torch.device) -> None:
     """Compares logits, and the loss and gradients of a step. A rank has blocks of the arguments, and all parameters."""
-    from small_models import MESHES, expect_gradients, training_model  # imports transformers, which takes seconds
+    from small_models import MESHES, expect_gradients, training_model  # This imports transformers, which takes seconds.
 
     module, inputs, plan = training_model(name, group.count)
     module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class Entry:
-    """An entry whose result can be compared: it takes tensors, and a second call returns the same result."""
+    """An entry with a result that can be compared: the entry takes tensors, and a second call returns the same result."""
 
     name: str
     function: Callable[..., list[torch.Tensor]]
@@ -24,7 +24,7 @@ class Entry:
 
 
 class Several(nn.Module):
-    """A module that evaluates several entries with separate arguments, so that they are compiled as one program."""
+    """A module that evaluates several entries with separate arguments, so that only one program is compiled."""
 
     def __init__(self, entries: list[Entry]):
         super().__init__()
@@ -35,7 +35,7 @@ class Several(nn.Module):
         return tuple(entry.function(*(next(tensors) for _ in entry.given)) for entry in self.entries)
 
 
-# Entries whose elements cannot be compared: results in uninitialised memory, and random numbers, which differ from torch's.
+# Entries with elements that cannot be compared: results in uninitialised memory, and random numbers, which differ from torch's.
 _NOT_COMPARED = """
 empty empty_like empty_permuted empty_strided new_empty new_empty_strided
 bernoulli cauchy exponential geometric log_normal normal normal.in_place uniform rand_like randint_like randn_like
@@ -45,7 +45,7 @@ NOT_COMPARED = set(_NOT_COMPARED.split())
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Every `of`-th entry, from entry `number` on, that supports this dtype."""
+    """Every `of`-th entry that supports this dtype, from entry `number` on."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:
@@ -72,7 +72,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = dict(zip(places, tensors, strict=True))
             first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
-            with patch.object(torch, "manual_seed", _SEED):  # entries with random numbers call manual_seed, which modules must not call
+            with patch.object(torch, "manual_seed", _SEED):  # Entries with random numbers call manual_seed. Modules must not call it.
                 results = pytree.tree_leaves(op(first, *args, **kwargs))
             made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             if info.name in _ANY_OF_EQUALS:
@@ -95,13 +95,13 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         IndexError,
         StopIteration,
         TypeError,
-    ):  # this build of torch lacks a feature
+    ):  # This build of torch lacks a feature.
         return None
 
 
 _SEED = torch.manual_seed
 
-# Ops whose result may be the index of any of several equal elements, and the position of their argument `dim`.
+# Ops that may return the index of any of several equal elements, and the position of their argument `dim`.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

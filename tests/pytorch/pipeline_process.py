@@ -1,7 +1,7 @@
-"""One rank of a pipeline. torchrun starts this script. The rank uses a GPU if there are any.
+"""One rank of a pipeline. torchrun starts this script. The rank uses a GPU if there is one.
 
-The rank trains its stage twice: with torch's optimizer, and with a program that includes the optimizer's step. It compares the stage with
-the same layers of a model that torch trains on one device.
+The rank trains its stage twice: with torch's optimizer, and with a program that includes the step of the optimizer. It compares the stage
+with the same layers of a model that torch trains on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
 """
@@ -22,7 +22,7 @@ import hostweave as hw
 import hostweave.torch
 
 WIDTH, BATCHES, STEPS = 32, 4, 4
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}  # relative to the loss, the gradient norm, or a parameter's largest gradient
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}  # relative to the loss, the gradient norm, or the largest gradient of a parameter
 
 
 class Block(nn.Module):
@@ -37,8 +37,8 @@ class Block(nn.Module):
 def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype, in_program: bool) -> None:
     """Trains the stage of this rank with AdamW, and all stages with torch. Compares each loss, and in f32 the parameters at the end.
 
-    Compares the gradients of each step, in bf16 only of the first. If `in_program`, the program includes the optimizer's step and clips the
-    gradients of all stages. Then only the norm of the gradients is compared, at each step.
+    In f32, compares the gradients of each step; in bf16, only those of the first step. If `in_program`, the program includes the
+    optimizer's step and clips the gradients of all stages. Then only the norm of the gradients is compared, at each step.
     """
     torch.manual_seed(0)
     stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)
@@ -60,12 +60,13 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
         if in_program:
             norm = nn.utils.clip_grad_norm_(want.parameters(), 0.5)
             torch.testing.assert_close(step.grad_norm.float(), norm.float(), rtol=TOLERANCES[dtype], atol=0)
-        elif number == 0 or dtype == torch.float32:  # bf16: only the first, because a rounding error may reverse an element's step
+        # In bf16, only the first step is compared, because a rounding error may reverse the step of an element.
+        elif number == 0 or dtype == torch.float32:
             expect_gradients(own, want[group.rank], TOLERANCES[dtype])
         for optimizer in (theirs,) if in_program else (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    if in_program:  # a rank has only the state of its stage
+    if in_program:  # A rank has only the state of its stage.
         assert {id(one) for one in mine.state} == {id(one) for one in own.parameters()}
     if dtype == torch.float32:
         for one, other in zip(own.parameters(), want[group.rank].parameters(), strict=True):

@@ -64,7 +64,7 @@ def vit() -> Model:
 
 MODELS: dict[str, Callable[[], Model]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit}
 
-COLUMNS, ROWS, BIAS = "tp, -", "-, tp", "tp"  # nn.Linear stores weights as [out, in]
+COLUMNS, ROWS, BIAS = "tp, -", "-, tp", "tp"  # nn.Linear stores weights as [out, in].
 PLANS: dict[str, dict[str, Any]] = {
     "llama": {
         "*.embed_tokens.weight": "tp, -",
@@ -77,7 +77,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "down_proj.weight": ROWS,
         "lm_head.weight": COLUMNS,
     },
-    "gpt2": {"mlp.c_fc.weight": "-, tp", "mlp.c_fc.bias": "tp", "mlp.c_proj.weight": "tp, -"},  # Conv1D stores weights as [in, out]
+    "gpt2": {"mlp.c_fc.weight": "-, tp", "mlp.c_fc.bias": "tp", "mlp.c_proj.weight": "tp, -"},  # Conv1D stores weights as [in, out].
     "bert": {
         "self.query.weight": COLUMNS,
         "self.query.bias": BIAS,
@@ -103,7 +103,7 @@ def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], di
         inputs["labels"] = torch.tensor([0, 1])
     else:
         inputs["labels"] = inputs["input_ids"].clone()
-        inputs["labels"][0, 3] = -100  # the loss ignores this label
+        inputs["labels"][0, 3] = -100  # The loss ignores this label.
     plan = dict(PLANS[name]) if ranks > 1 else {}
     if ranks == 4:
         plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}
@@ -114,7 +114,7 @@ def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> No
     for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if other.grad is not None and parameter.grad is not None:
-            largest = float(max(other.grad.abs().max(), 1e-4))  # some gradients, such as those of key biases, are only roundoff
+            largest = float(max(other.grad.abs().max(), 1e-4))  # Some gradients, such as those of key biases, are only roundoff.
             torch.testing.assert_close(
                 parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
             )

@@ -1,4 +1,4 @@
-"""Tests that the benchmarks of training run with small sizes on CPUs, and that their variants have equal losses."""
+"""The benchmarks of training run with small sizes on CPUs. Their variants have equal losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complex numbers, which programs represent as pairs of real numbers, and Fourier transforms."""
+"""Complex numbers and Fourier transforms. Programs represent a complex number as a pair of real numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.usefixtures("interpreted")
 def test_attention_of_rotated_queries(has_window: bool) -> None:
-    """Former defects: attention was decomposed. Its gradient, and a view of its result, were refused."""
+    """Attention must not be decomposed. Its gradient and a view of its result must be supported."""
     module = Attention(has_window)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (X,), training=True)
     assert "attention(" in model.program.fusion_ir

@@ -1,4 +1,4 @@
-"""Equal layers are differentiated once: gradients are compared with torch, and traced layers are counted."""
+"""Equal layers are differentiated once. Gradients are compared with torch, and traced layers are counted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypa
         case(module)
     plan = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
     compiled = hostweave.torch.compile(ours, hw.Mesh(tp=ranks), plan, (X,), training=True)
-    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd traces twice
+    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd traces twice.
     compiled(X).backward()
     want(X).backward()
     for (name, one), other in zip(ours.named_parameters(), want.parameters(), strict=True):
@@ -84,5 +84,5 @@ def test_each_layer_draws_different_numbers() -> None:
         layer.dropout.p = 0.5
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=True)
     calls = [line for line in unrolled_ir(compiled.program).splitlines() if "= call @layer" in line]
-    drawn = {line.rpartition(", ")[2] for line in calls}  # the last argument of a call is the seed
+    drawn = {line.rpartition(", ")[2] for line in calls}  # The last argument of a call is the seed.
     assert len(drawn) == len(calls) == len(module.layers)

@@ -145,7 +145,7 @@ class Line(nn.Module):
 
 
 def prepared(mesh: Any, **options: Any) -> Any:
-    """A module that `parallelize_module` shards on tp, and `fully_shard` on dp."""
+    """A module that `parallelize_module` shards on tp, and that `fully_shard` shards on dp."""
     module = Line()
     parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(module, mesh=mesh["dp"], **options)
@@ -162,7 +162,7 @@ def test_fully_shard_states_all_shardings(mesh: Any) -> None:
 
 
 def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
-    """Weights are f32, and the program casts them. Arguments are cast if the policy requires it."""
+    """Weights are f32, and the program casts them. Arguments are cast if the policy requires this."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = hostweave.torch.compile(
         prepared(mesh, mp_policy=policy), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True

@@ -1,4 +1,4 @@
-"""Models of transformers with dynamic batch and sequence, compiled once, compared with torch at many sizes."""
+"""Models of transformers with dynamic batch and sequence. Each is compiled once, and compared with torch at many sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def codegen() -> Model:
 
 
 def mamba() -> Model:
-    """A Mamba model, whose scan always has as many steps as the longest allowed sequence needs."""
+    """A Mamba model. Its scan always has as many steps as the longest allowed sequence needs."""
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
     return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
 
@@ -59,11 +59,11 @@ MLP = {"fc_in.weight": "tp, -", "fc_in.bias": "tp", "fc_out.weight": "-, tp"}
 
 
 def rwkv() -> Model:
-    """An RWKV model, whose loop over tokens becomes a scan."""
+    """An RWKV model. Its loop over tokens becomes a scan."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
-    config = transformers.RwkvConfig(vocab_size=VOCABULARY, **sizes, rescale_every=0, use_cache=False)  # rescaling would write to weights
+    config = transformers.RwkvConfig(vocab_size=VOCABULARY, **sizes, rescale_every=0, use_cache=False)  # Rescaling would write to weights.
     module, inputs = transformers.RwkvForCausalLM(config).eval(), {"input_ids": tokens()}
-    module(**inputs)  # the first call changes an attribute
+    module(**inputs)  # The first call changes an attribute.
     return module, inputs
 
 
@@ -86,7 +86,7 @@ def test_at_many_sizes(name: str, ranks: int, splits_sequence: bool) -> None:
     plan = dict(PLANS[name]) if ranks > 1 else {}
     plan |= {"layers.*": "-, tp, -"} if splits_sequence else {}
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs, dynamic_shapes=shapes)
-    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # so that shards are even
+    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # These sizes make shards even.
     for batch, sequence in sizes if name != "vit" else sizes[::4]:
         arguments = given(name, batch, sequence)
         with torch.no_grad():

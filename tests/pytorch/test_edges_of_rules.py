@@ -125,7 +125,7 @@ case(aten.put.default, torch.tensor(1.0), torch.tensor(0), torch.tensor(5.0))
 TABLE = torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0], [4.0, INF], [5.0, -5.0]])
 for mode in (0, 1, 2):
     for last in (False, True):
-        # With include_last_offset, the last offset must be 5. With less, torch's sums differ on CPU and CUDA.
+        # With include_last_offset, the last offset must be 5. With less, torch's sums on CPU and CUDA differ.
         for offsets in ([0, 2, 5], [0, 0, 5], [0, 5, 5], [0, 5]) if last else ([0, 2, 4], [0, 2, 2], [0, 0, 5], [0], [0, 3]):
             for padding in (-1, 2):
                 case(aten._embedding_bag.default, TABLE, torch.arange(5), torch.tensor(offsets), False, mode, False, None, last, padding)
@@ -164,7 +164,7 @@ for p in (0.0, 0.5, 1.0, 2.0, 3.0, INF):
     case(aten.dist.default, EDGES, CALM, p)
     case(aten.dist.default, CALM, CALM[:, :1], p)
     case(aten.dist.default, torch.tensor(1.0), torch.tensor(-2.0), p)
-    if p != INF:  # torch has no largest element of an empty tensor
+    if p != INF:  # torch has no largest element of an empty tensor.
         case(aten.dist.default, torch.empty(0), torch.empty(0), p)
 for x in (*ALL, BOOLS):
     case(aten.angle.default, x)
@@ -194,7 +194,7 @@ for reduction in (0, 1, 2):
         for weight in (None, torch.tensor([1.0, 0.0, 2.0])):
             for target in ([0, 1, -100, 2], [0, -100, -100, -100], [-100] * 4, [1, 1, 1, 1]):
                 case(aten.cross_entropy_loss.default, LOGITS.t()[None], torch.tensor([target]), weight, reduction, -100, smoothing)
-                if smoothing or weight is not None:  # otherwise the op is kept
+                if smoothing or weight is not None:  # Otherwise, the op is kept.
                     case(aten.cross_entropy_loss.default, LOGITS, torch.tensor(target), weight, reduction, -100, smoothing)
             case(aten.cross_entropy_loss.default, LOGITS[:2], torch.ones(2, 3) / 3, weight, reduction, -100, smoothing)
             case(aten.cross_entropy_loss.default, LOGITS[1], torch.tensor(-100), weight, reduction, -100, smoothing)
@@ -228,8 +228,8 @@ for op in [op for op in SPECIAL if len(op._schema.arguments) == 1]:
     if op in DERIVED and op not in (aten.special_ndtri.default, aten.special_erfcx.default):
         case(op, POINTS.bfloat16())
 for order in range(4):
-    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # torch differs at poles and infinities
-# torch gives NaN for infinity and degrees above 2, and values of other elements for NaN
+    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # torch differs at poles and infinities.
+# torch gives NaN for infinity and degrees above 2. For NaN, torch gives values of other elements.
 for op in [op for op in COMPOSED if "chebyshev" in str(op)]:
     for n in (-2, -1, 0, 1, 2, 3, 5, 7):
         x = POINTS if n < 1 else POINTS[1:] if n < 3 else POINTS[3:11]
@@ -247,7 +247,7 @@ for a in (torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [2.0, 4.0]])):
 case(aten.linalg_cholesky_ex.default, torch.tensor([[4.0, NAN], [1.0, 3.0]]))
 case(aten.linalg_solve_triangular.default, torch.tensor([[1.0, NAN], [2.0, 3.0]]), torch.tensor([[1.0], [2.0]]), upper=False)
 
-# Numbers of compared results. Later results differ on CPU and CUDA, such as the index of a median, or serve torch's derivative.
+# Numbers of compared results. Later results differ on CPU and CUDA, such as the index of a median, or serve only torch's derivative.
 COMPARED = {
     aten.kthvalue.default: 1,
     aten.median.dim: 1,

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers, with the default implementation `grouped_mm`: inference and training, compared with eager
+"""Mixtures of experts of transformers, with the default implementation `grouped_mm`. Inference and training, compared with eager
 PyTorch."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_of(module: Any, kind: str, ranks: int) -> dict[str, str]:
         return {}
     held = [path for path, _ in module.named_parameters()]
     plan = {entry: axes for entry, axes in {**PLANS[kind], **OTHERS}.items() if any(path.endswith(entry) for path in held)}
-    if isinstance(module, transformers.GptOssForCausalLM) and kind == "tensors":  # the weights of this model are transposed
+    if isinstance(module, transformers.GptOssForCausalLM) and kind == "tensors":  # The weights of this model are transposed.
         plan |= {"experts.gate_up_proj": "-, -, tp", "experts.down_proj": "-, tp, -"}
     return plan
 

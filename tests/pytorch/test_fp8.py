@@ -1,4 +1,4 @@
-"""8-bit floats in modules: torch._scaled_mm, and linear layers that are computed in 8-bit floats, forward and backward."""
+"""8-bit floats in modules: torch._scaled_mm, and linear layers in 8-bit floats, forward and backward."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # the next two cases have the same features
+        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # The next two cases have the same features.
         (hw.Mesh(dp=2, tp=2), TP | {"x": "dp, -, -"}),
         (hw.Mesh(tp=4), TP | {"x": "-, tp, -", "down": "-, tp, -"}),
     ],
@@ -77,7 +77,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 )
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_linears_and_their_gradients(scaling: str, mesh: hw.Mesh, plan: dict[str, str]) -> None:
-    """Values have 4 significant bits, and gradients 3. Rounding to 8 bits has an error of 2.6% for values and 5.2% for gradients."""
+    """Values have 4 significant bits, and gradients have 3. Rounding to 8 bits has an error of 2.6% for values and 5.2% for gradients."""
     torch.manual_seed(0)
     module, x = MLP(), torch.randn(4, 64, 128, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, mesh, plan, (x,), fp8=scaling, training=True)
@@ -89,7 +89,7 @@ def test_linears_and_their_gradients(scaling: str, mesh: hw.Mesh, plan: dict[str
         results += [y.detach(), *(parameter.grad for parameter in module.parameters())]
     errors = [distance(got, want) for got, want in zip(found, wanted, strict=True)]
     assert all(0.005 < error < 0.1 for error in errors[:3]), errors
-    assert errors[3] < 0.1  # the gradient of a bias is computed from an 8-bit gradient
+    assert errors[3] < 0.1  # The gradient of a bias is computed from an 8-bit gradient.
 
 
 def test_only_named_layers_use_8_bit_floats() -> None:
@@ -131,7 +131,7 @@ class Quantised(nn.Module):
         self.down.weight_scale = nn.Parameter(rows.abs().amax(1, keepdim=True) / 448)
         self.down.weight = nn.Parameter((rows / self.down.weight_scale.detach()).to(torch.float8_e4m3fn), requires_grad=False)
         self.down.bias = nn.Parameter(torch.randn(128))
-        self.down.input_scale_ub.fill_(2.0)  # smaller than the largest activations, so that some are clamped
+        self.down.input_scale_ub.fill_(2.0)  # The bound is smaller than the largest activations, so some are clamped.
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)) / 16)
@@ -174,7 +174,7 @@ def test_weights_of_checkpoints(ranks: int) -> None:
 
 
 def test_another_thread_calls_the_linear_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread traces a module with 8-bit weights, another thread calls the `forward` of transformers."""
+    """One thread traces a module with 8-bit weights. Meanwhile, another thread calls the `forward` of transformers."""
     monkeypatch.setattr(FP8Linear, "forward", lambda linear, x: f"{x} of transformers")
     apart, found = FP8Linear(128, 128, block_size=(128, 128)), list[Any]()
 
@@ -206,7 +206,7 @@ class Squares(MLP):
 
 
 def test_steps_stay_near_those_of_bf16() -> None:
-    """Trains two linear layers for 10 steps from each of 3 seeds. The loss is within 2% of that in bf16."""
+    """Trains two linear layers for 10 steps from each of 3 seeds. The loss is within 2% of the loss in bf16."""
     losses = []
     for fp8 in (None, "row"):
         module = Squares()
@@ -228,8 +228,8 @@ def test_steps_stay_near_those_of_bf16() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_training_stays_near_that_of_bf16(scaling: str) -> None:
-    """Trains a Llama of 4 layers for 50 steps from each of 3 seeds. Every loss is within 1% of that in bf16. The losses of bf16 are within
-    2% of those of f32."""
+    """Trains a Llama of 4 layers for 50 steps from each of 3 seeds. Every loss is within 1% of the loss in bf16. The losses in bf16 are
+    within 2% of the losses in f32."""
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,

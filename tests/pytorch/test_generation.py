@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs, on 1, 2 and 4 ranks. The tokens equal those of eager PyTorch, also if prompts differ in
+"""`generate` of transformers on compiled programs, on 1, 2 and 4 ranks. The tokens equal those of eager PyTorch, even if prompts differ in
 length."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hostweave.torch.caches import requests  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
-shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # one worker runs these tests, and compiles each program once
+shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # One worker runs these tests, and compiles each program once.
 OF_ALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -35,7 +35,7 @@ OF_ALL = {
     "pad_token_id": 0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", {"num_hidden_layers": 10}),  # a former defect: torch.export named the tensors of ten or more layers wrongly
+    "Llama": ("LlamaConfig", {"num_hidden_layers": 10}),  # torch.export once named the tensors of ten or more layers wrongly.
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
     "Gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
     "Mistral": ("MistralConfig", {"sliding_window": 8}),
@@ -78,7 +78,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
         given = prompts(length) if name != "Mamba2" else {"inputs": torch.randint(3, VOCABULARY, (2, 7))}
         settings = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
         assert torch.equal(model.generate(**given, **settings), module.generate(**given, **settings))
-    assert len(model.generation.programs) == 2  # one for prompts of both lengths, and one for single tokens
+    assert len(model.generation.programs) == 2  # One program is for prompts of both lengths, and one is for single tokens.
     if name == "Llama":
         decode = model.generation.programs[1].program
         assert "dynamic_update_slice" in decode.fusion_ir
@@ -87,7 +87,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 @cache
 def small_llama(ranks: int) -> tuple[Any, Any]:
-    """A module, and this module compiled. Tests share the compiled module, because compiling takes most of their time."""
+    """A module, and its compiled form. Tests share the compiled module, because compiling takes most of their time."""
     module = model_of("Llama", num_hidden_layers=2)
     plan = plan_of(module) if ranks > 1 else {}
     return module, hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, {"input_ids": torch.ones(2, 9).long(), "use_cache": False})
@@ -95,8 +95,8 @@ def small_llama(ranks: int) -> tuple[Any, Any]:
 
 @shares_programs
 def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some heads of the cache, and launches a graph for each token after the second. The same graph is launched also after
-    later prompts. A cache that the caller still refers to does not change.
+    """Each rank has some heads of the cache, and launches a graph for each token after the second. Later prompts use the same graph. A
+    cache that the caller still refers to does not change.
 
     For the same random seed, the sampled tokens equal those of the module.
     """
@@ -113,10 +113,10 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            both.wait()  # because a garbage collection during another garbage collection does nothing
+            both.wait()  # A garbage collection during another garbage collection does nothing.
             if rank == 0:
-                assert len(replays) == 2 * (6 if prompt is first else 13)  # prefill makes token 1, and capture makes token 2
-                gc.collect()  # frees reference cycles of the compilation, which keep the cache
+                assert len(replays) == 2 * (6 if prompt is first else 13)  # Prefill makes token 1, and capture makes token 2.
+                gc.collect()  # This frees reference cycles of the compilation, which keep the cache.
             both.wait()
         assert graphs[0] is graphs[1]
         more = model.generate(first, **settings)
@@ -128,7 +128,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
         found.append(model.generate(first[:1], **settings)["logits"])
         return found
 
-    # The ranks run before the `model.generate` below, so that a rank first compiles the programs, with its blocks of the cache.
+    # The ranks run before the `model.generate` below. So a rank is the first to compile the programs, with its blocks of the cache.
     ways = threads.run(rank_main)
     for place, prompt in enumerate((first, second, second, first[:1])):
         wanted = module.generate(prompt, **settings)["logits"]
@@ -156,7 +156,7 @@ def test_caches_of_the_user() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_module_of_one_token_and_a_cache() -> None:
-    """A former defect: the module adds the cache length, a tensor without dims, to `torch.arange(1)`. The sum lost its dim."""
+    """The module adds the cache length, a tensor without dims, to `torch.arange(1)`. The sum must keep its dim."""
     module = model_of("Llama", num_hidden_layers=3)
     prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
 
@@ -168,11 +168,11 @@ def test_a_module_of_one_token_and_a_cache() -> None:
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
-    assert "repeat" in model.program.fusion_ir  # a former defect: layers did not repeat, because of the names of new cache values
+    assert "repeat" in model.program.fusion_ir  # The names of new cache values must not prevent that layers repeat.
 
 
 def test_another_thread_does_not_compile() -> None:
-    """While one thread calls a module to find the sizes of its cache, `is_compiling` is true only in this thread."""
+    """One thread calls a module to find the sizes of its cache. `is_compiling` is true only in this thread."""
     cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
 
     def run(*_: Any) -> None:
@@ -195,7 +195,7 @@ def test_refusals() -> None:
 
 
 class _Done:
-    """Stands for a CUDA event that has already occurred."""
+    """Replaces a CUDA event that has already occurred."""
 
     def __init__(self, **settings: Any):
         pass
@@ -209,7 +209,7 @@ class _Done:
 
 @shares_programs
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, transformers checks one step late whether greedy sequences ended, and undoes the last step. The test makes transformers do
+    """On CUDA, transformers checks one step late if greedy sequences have ended, and undoes the last step. The test makes transformers do
     this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):

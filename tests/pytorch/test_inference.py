@@ -47,7 +47,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """The model with this name, which is made once and shared by all tests."""
+    """The model with this name. All tests share one model."""
     torch.manual_seed(1)
     return MODELS[name]()
 
@@ -87,7 +87,7 @@ def test_logits_on_gpus(name: str, dtype: str, ranks: int) -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLANS[name] if ranks > 1 else {}, inputs)
     with torch.no_grad():
         got, want = compiled(**inputs).logits, module(**inputs).logits
-    allowed = 1e-5 if dtype == "float32" else 0.02  # for bf16 a few roundoffs of the largest logit
+    allowed = 1e-5 if dtype == "float32" else 0.02  # For bf16, a few roundoffs of the largest logit are allowed.
     torch.testing.assert_close(got, want, rtol=0, atol=allowed * float(want.abs().max()) + 1e-6)
 
 
@@ -104,7 +104,7 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_parameters_are_read_in_place(plan: str) -> None:
-    """Parameters are read in place. Blocks of columns are copied, and copied again after a write to the parameter."""
+    """Blocks of columns are copied, and copied again after a write to the parameter."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +141,7 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
 
 
 class Centred(nn.Module):
-    """A module with tensors that are not inputs of its program, because the program contains values computed from them."""
+    """A module with tensors that are not inputs of its program. The program contains values computed from these tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_values_computed_from_buffers_are_not_stale(name: str, training: bool) -
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x,), training=training)
     changed = re.escape(f"Centred: {name} has changed, but the program holds values that were computed from it at compile time; compile it")
     with torch.set_grad_enabled(training):
-        module.load_state_dict(module.state_dict())  # the same values
+        module.load_state_dict(module.state_dict())  # The values are the same.
         torch.testing.assert_close(compiled(x), module(x))
         held = getattr(module, name)
         held.add_(1)
@@ -214,8 +214,7 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_constants_have_names_of_their_lines(training: bool) -> None:
-    """A constant has the variable name of its line if that is a valid name, and otherwise torch's name. A view has the name of its
-    tensor."""
+    """A constant has the variable name of its line if that name is valid, and otherwise torch's name. A view has the name of its tensor."""
     module, x = Named().train(training), torch.randn(2, 8, requires_grad=training)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
     torch.testing.assert_close(compiled(x), module(x))
@@ -254,7 +253,7 @@ def test_ranks_of_a_group_call_it() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_calls_are_captured(plan: str) -> None:
-    """Graphs of `capture` can alternate with calls, and use new values of parameters. With `graph="auto"` a call with the same arrays is
+    """Graphs of `capture` can alternate with calls, and use new values of parameters. With `graph="auto"`, a call with the same arrays is
     captured."""
     module, arrays, weights = nn.Linear(8, 4).eval(), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
     of = hw.Mesh(tp=2), {"weight": plan}, (arrays[0],)
@@ -285,7 +284,7 @@ def test_calls_are_captured(plan: str) -> None:
 
 @pytest.mark.gpu
 def test_a_written_weight_is_copied_on_the_stream_of_the_launch() -> None:
-    """A transposed weight is written and copied on a second stream, while the first stream is still busy."""
+    """A transposed weight is written and copied on a second stream while the first stream is still busy."""
     group = hw.init()
     module = nn.Linear(64, 64, bias=False, device="cuda").eval()
     module.weight = nn.Parameter(torch.randn(64, 64, device="cuda").t(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Matrix factorisations that are composed of other ops, run eagerly, compared with torch's for several sizes."""
+"""Matrix factorisations, composed of other ops. They run eagerly, and are compared with torch's for several sizes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_module_raises_as_torch_does(ranks: int, training: bool) -> None:
 
 
 def test_a_whole_step_has_no_checks() -> None:
-    """A program of a whole step has no checks of its matrices, because the program would update parameters before the error."""
+    """The program would update parameters before the error."""
     module = OfMatrix(lambda a: torch.linalg.inv(a).sum())
     optimizer = torch.optim.SGD(module.parameters())
     with pytest.raises(ProgramError, match=r"as torch.linalg.inv makes, are not supported in a whole step; .* such as inv_ex"):
@@ -174,7 +174,7 @@ class OfMatrix(torch.nn.Module):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_results_are_laid_out_as_by_torch(name: str) -> None:
-    """A former defect: after an op that is decomposed, `as_strided` read wrong elements, and `view` was refused."""
+    """After a decomposed op, `as_strided` must read the right elements, and `view` must be supported."""
     module = OfMatrix(LAYOUTS[name])
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (SQUARE,), training=True)
     made, want = model(SQUARE), module(SQUARE)
@@ -187,7 +187,7 @@ def test_results_are_laid_out_as_by_torch(name: str) -> None:
 class OfSamples(torch.nn.Module):
     """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
 
-    The covariance of two samples is singular. The check uses small sizes, so it checks a program of many samples with only a few samples.
+    The covariance of two samples is singular. The check uses small sizes, so it checks a program of many samples with few samples.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class OfSamples(torch.nn.Module):
 
 
 def test_the_check_accepts_matrices_that_are_singular() -> None:
-    """The ranks add the terms of a covariance in a different order, so the pivots have different rounding errors."""
+    """Ranks add the terms of a covariance in different orders, so the pivots have different rounding errors."""
     torch.manual_seed(0)
     x, module = torch.randn(2, 5, 3), OfSamples()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"x": "tp, -, -"}, (x,), training=True)

@@ -19,7 +19,7 @@ from hostweave.host_ir.ir import Parameter  # noqa: E402
 
 
 def peak(program: hw.Program) -> int:
-    """Bytes of the arena without the workspace for matmuls. This workspace is the same in every program."""
+    """Bytes of the arena without the workspace for matmuls. Every program has the same workspace."""
     plan = memory_plan(program.host, program.host.depths())
     return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
 
@@ -28,7 +28,7 @@ def size(parameters: list[Parameter], mesh: hw.Mesh) -> int:
     return sum(prod(map(int, one.type.local_shape(mesh))) * one.type.dtype.itemsize for one in parameters)
 
 
-@pytest.mark.slow  # three programs of a model
+@pytest.mark.slow  # The test compiles three programs of a model.
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_needs_no_more_memory_than_its_parts(ranks: int) -> None:
     """The arena of a step is at most 1.02 times the memory of separate forward and backward programs, with saved values and gradients."""
@@ -40,5 +40,5 @@ def test_a_step_needs_no_more_memory_than_its_parts(ranks: int) -> None:
     gradients = size(list(apart.backward.host.results), mesh)
     of_both = max(peak(apart.program) + saved, peak(apart.backward) + saved + gradients)
     assert saved > 0
-    assert all(one.memory for one in step.program.host.results[2:])  # parameters and state are updated in place
+    assert all(one.memory for one in step.program.host.results[2:])  # Parameters and state are updated in place.
     assert peak(step.program) <= 1.02 * of_both

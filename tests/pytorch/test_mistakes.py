@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile`, and the messages, which have location, reason and remedy."""
+"""Mistakes of users of `hostweave.torch.compile`. Each message has a location, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp.
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_call(layer: Any, call: Callable[[Any], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ArgumentError, match=message):
@@ -326,7 +326,7 @@ def test_more(sharded: Any, op: Any, call: Callable[[Any, Any], Any], message: s
 
 
 def test_a_user_folder_named_torch() -> None:
-    """Lines in the user's folder `torch` are the user's; those of the installed PyTorch are not."""
+    """Lines in the user's folder `torch` are the user's. Lines of the installed PyTorch are not."""
     graph = torch.fx.Graph()
     node = graph.placeholder("x")
     steps = [("/home/me/torch/model.py", 3, "y = f(x)"), (torch.nn.functional.__file__, 9, "return g(x)")]

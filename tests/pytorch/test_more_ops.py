@@ -114,8 +114,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules with separate inputs and results. One program of all modules compiles in a tenth of the time of separate
-    programs."""
+    """Several modules with separate inputs and results. One program of all modules compiles in a tenth of the time of separate programs."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
@@ -137,7 +136,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], r
         trained = hostweave.torch.compile(own, mesh, plan, tuple(inputs), training=True)(*inputs)
         sum((y**2).sum() for y in trained).backward()
         computed = [trained]
-        if count == ranks[-1]:  # inference is tested on one mesh: training programs contain the same ops
+        if count == ranks[-1]:  # Training programs contain the same ops, so inference is tested on one mesh.
             with torch.no_grad():
                 computed.append(hostweave.torch.compile(own, mesh, plan, tuple(inputs))(*inputs))
         for name, mine, theirs, wanted_y, *made in zip(modules, own.parts, want.parts, wanted, *computed, strict=True):
@@ -152,7 +151,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], r
 
 
 def parts_of(names: Iterable[str], count: int) -> list[list[str]]:
-    """Splits names into `count` lists, whose tests may run at the same time."""
+    """Splits names into `count` lists. The tests of different lists may run at the same time."""
     names = list(names)
     return [names[start::count] for start in range(count)]
 
@@ -179,7 +178,7 @@ def test_convolutions(names: list[str]) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Returns a rounded product and x + 1. The method `backward` differs from the true gradient, so a test sees if `backward` is not
+    """Returns a rounded product and x + 1. The method `backward` differs from the true gradient, so a test detects if `backward` is not
     called."""
 
     @staticmethod
@@ -215,7 +214,7 @@ def matrices(y: Any) -> Any:
 
 
 def decayed(y: Any) -> Any:
-    """A recurrence in which each step scales the previous sum, as in state-space models."""
+    """A recurrence as in state-space models: each step scales the previous sum."""
 
     def joined(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]
@@ -335,7 +334,7 @@ def test_a_parameter_is_returned() -> None:
 
 
 def test_hooks_of_the_first_call_stay() -> None:
-    """Hooks that the first call registers are kept. Models of transformers record hidden states with such hooks."""
+    """Models of transformers record hidden states with such hooks."""
     module, x = Then(F.relu), torch.ones(ROWS, DIM)
     plain = module.forward
 
@@ -350,7 +349,7 @@ def test_hooks_of_the_first_call_stay() -> None:
 
 
 def test_layers_keep_the_shardings_of_data() -> None:
-    """Each rank computes only its rows, forward and backward, also in functions of layers."""
+    """Each rank computes only its rows, forward and backward. This also holds in functions of layers."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -372,7 +371,7 @@ def test_layers_keep_the_shardings_of_data() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_to_one_head_of_keys(ranks: int) -> None:
-    """Attention with one head of keys and values for all heads of queries, as in Falcon and MPT."""
+    """All heads of queries use one head of keys and values, as in Falcon and MPT."""
 
     class OneHead(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -385,7 +384,7 @@ def test_attention_to_one_head_of_keys(ranks: int) -> None:
 
 @pytest.mark.extra
 def test_gradients_of_sampled_images() -> None:
-    """Gradients of grid_sample with respect to the image and to the positions, some of which are outside of the image."""
+    """Gradients of grid_sample with respect to the image and to the positions. Some positions are outside of the image."""
 
     class Sampled(nn.Module):
         def forward(self, image: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -402,7 +401,7 @@ def test_gradients_of_sampled_images() -> None:
 
 @pytest.mark.extra
 def test_repeats_by_a_size_of_the_call() -> None:
-    """Repeats whose count is a dynamic size: Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
+    """Repeats with a dynamic size as count. Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
 
     class Repeated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

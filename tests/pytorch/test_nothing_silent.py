@@ -149,7 +149,7 @@ def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message:
 
 
 class Stateful(nn.Module):
-    """A module whose `forward` adds to one attribute, and sets another attribute to 0 first in each call."""
+    """In each call, `forward` adds to one attribute. It sets another attribute to 0 first."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Stateful(nn.Module):
 
 @pytest.mark.parametrize("state", [1, 0.5, torch.ones(8)], ids=str)
 def test_an_attribute_that_is_kept_for_the_next_call_is_refused(state: Any) -> None:
-    """With `fullgraph=False` the module is compiled in regions, and the attribute is kept."""
+    """With `fullgraph=False`, the module is compiled in regions, and the attribute is kept."""
     module = Stateful(state).eval()
     with pytest.raises(ProgramError, match=r"test_nothing_silent.py:\d+: forward changes state for the next call, .*fullgraph=False"):
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
@@ -335,7 +335,7 @@ def test_along_rows() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None:
-    """The attribute is set in the original module, because `forward` reads it there. A call then raises an error, because the program
+    """The original module also gets the attribute, because `forward` reads it there. A call then raises an error, because the program
     contains the old value."""
 
     class Scaled(nn.Linear):
@@ -355,7 +355,7 @@ def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> None:
-    """A torch.fx.GraphModule has its own `__deepcopy__`, which would copy only the original module."""
+    """The `__deepcopy__` of a torch.fx.GraphModule would copy only the original module."""
     x = torch.ones(2, 4)
     model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
     with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):

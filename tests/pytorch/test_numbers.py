@@ -33,7 +33,7 @@ class Of(nn.Module):
 
 
 class Ring(nn.Module):
-    """A cache of the last WINDOW positions. Each call writes to position `at` and to a part of the next position, and adds to three
+    """A cache of the last WINDOW positions. Each call writes to position `at` and to a part of the next position. It also adds to three
     positions."""
 
     keys: Any
@@ -126,12 +126,12 @@ def test_a_ring(ranks: int) -> None:
         for at in (0, 3, 7, 22):
             torch.testing.assert_close(model(x, torch.tensor(at)), want(x, torch.tensor(at)))
     torch.testing.assert_close(module.state_dict(), want.state_dict())
-    assert str(model.program.host).count("kernel @scatter") == 1  # only the write to several positions passes over the whole cache
+    assert str(model.program.host).count("kernel @scatter") == 1  # Only the write to several positions passes over the whole cache.
 
 
 def test_another_thread_computes_as_usual_during_a_trace() -> None:
-    """While a thread traces, indexing with a tensor returns a view in this thread. Seeds, hooks, and slices that end at a tensor are
-    refused. Another thread computes as usual."""
+    """In a thread that traces, indexing with a tensor returns a view. Seeds, hooks, and slices that end at a tensor are refused there.
+    Another thread computes as usual."""
 
     def compute() -> tuple[Any, ...]:
         torch.manual_seed(3)

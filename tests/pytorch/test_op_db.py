@@ -1,7 +1,7 @@
-"""Entries of torch's op database, op_db: each gives torch's result, or is on the documentation's page of refused entries.
+"""Entries of op_db, torch's op database. An entry gives torch's result, or is on the page of refused entries in the documentation.
 
-Entries are tested in batches, of which an eighth runs by default, on 2 ranks. With `-m slow` all batches run, also on 1 and 4 ranks.
-`python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
+Entries are tested in batches. By default, an eighth of the batches runs, on 2 ranks. With `-m slow`, all batches run, also on 1 and 4
+ranks. `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CASES = [
     for number in range(BATCHES)
     for ranks in (1, 2, 4)
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")  # some samples of the database cause warnings
-GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of elements that are replaced is not 0
+pytestmark = pytest.mark.filterwarnings("ignore")  # Some samples of the database cause warnings.
+GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of elements that are replaced is not 0.
 
 
 def refused_entries(kind: str) -> set[str]:
@@ -79,8 +79,8 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if 16-bit results are at least as close to the float32 results as torch's 16-bit results. Torch rounds more often in some
-    ops."""
+    """True if 16-bit results are at least as close to the float32 results as torch's 16-bit results. In some ops, torch rounds more
+    often."""
     errors = [
         [max((one.double() - right.double()).abs().flatten().tolist(), default=0.0) for one, right in zip(of, exact, strict=True)]
         for of in (mine, theirs)
@@ -135,9 +135,9 @@ def test_entries_of_other_kinds(number: int, kind: str) -> None:
 
 
 def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
-    """Refused entries of a batch, with the reasons. If a batch is refused, its two halves are tried separately.
+    """Refused entries of a batch, with the reasons. If a batch is refused, each of its halves is tried separately.
 
-    A product is added to each batch, because some entries only return their arguments.
+    Some entries only return their arguments, so each batch also has a product.
     """
     product = Entry("product", lambda x: [x * x], [torch.ones(2, requires_grad=True)], True)
     given = [one if is_backward else one.detach() for entry in (*batch, product) for one in entry.given]

@@ -1,4 +1,4 @@
-"""Training steps that are one program, with optimizers of torch and of users, compared with the same steps in torch."""
+"""Training steps that are one program, with optimizers of torch and of users. The steps are compared with the same steps in torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Make = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023, arXiv:2302.06675), as users write it: the optimizer updates `.data`, and counts steps by an int."""
+    """Lion (Chen et al., 2023, arXiv:2302.06675), as users write it. The optimizer updates `.data`, and counts steps by an int."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-        self.start = torch.zeros_like  # an attribute that is not in checkpoints
+        self.start = torch.zeros_like  # This attribute is not in checkpoints.
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -109,7 +109,7 @@ def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any 
         assert list(states[0]) == [key for key, value in states[1].items() if value is not None]
         for key, value in states[0].items():
             torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(states[1][key]), rtol=10 * tolerance, atol=tolerance)
-    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended
+    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended.
     theirs.step()
     return step
 
@@ -119,12 +119,12 @@ CASES = [pytest.param(name, 2, marks=pytest.mark.slow if name in MORE else ()) f
 
 @pytest.mark.parametrize(("name", "ranks"), [*CASES, *MORE_RANKS])
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
-    tolerance = 2e-2 if name == "muon" else 1e-4  # torch's Muon multiplies in bf16
+    tolerance = 2e-2 if name == "muon" else 1e-4  # torch's Muon multiplies in bf16.
     expect_steps(OF_TORCH[name], ranks, tolerance)
 
 
 def test_options_that_schedules_change() -> None:
-    """The learning rate and betas may change, because they are not constants of the program. The learning rate starts at 0."""
+    """The learning rate and betas are not constants of the program, so they may change. The learning rate starts at 0."""
     expect_steps(OF_TORCH["nesterov"], 2, schedule=lambda one: LambdaLR(one, lambda at: at / 3))
     expect_steps(OF_TORCH["adam"], 2, schedule=lambda one: OneCycleLR(one, 0.1, total_steps=9))
 
@@ -190,8 +190,8 @@ def test_lines_of_an_update_are_those_of_the_optimizer(name: str, line: str) -> 
     ids=["plain", "clipped"],
 )
 def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
-    """A step whose gradients are not finite changes no parameter and no state, even if it is the first step. The scale of the loss changes
-    as in torch."""
+    """A step with gradients that are not finite changes no parameter and no state, even if it is the first step. The scale of the loss
+    changes as in torch."""
     torch.manual_seed(0)
     module = Mlp()
     want, calls = copy.deepcopy(module), options.get("accumulate", 1)
@@ -200,7 +200,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
     step = compiled(module, optimizers[0], ranks, scaler=scalers[0], **options)
     for number in range(7):
         for call in range(calls):
-            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # the squares of such values are infinite
+            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # The squares of such values are infinite.
             loss = want(x)
             scalers[1].scale(loss).backward()
             torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)
@@ -215,13 +215,13 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
         for one, other in zip(module.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(dict(optimizers[0].state[one]), dict(optimizers[1].state[other]), rtol=1e-3, atol=1e-5)
-    assert scalers[0].get_scale() == 2.0**14  # two steps were skipped, and the scale has grown twice
+    assert scalers[0].get_scale() == 2.0**14  # Two steps were skipped, and the scale has grown twice.
     with pytest.raises(ProgramError, match=r"scaler: 2\.0 is not a torch\.amp\.GradScaler; pass one, or omit scaler="):
         compiled(module, optimizers[0], ranks, scaler=2.0)
 
 
 def test_state_from_before() -> None:
-    """A compiled step continues from torch's state, also for an optimizer whose first step differs from later steps."""
+    """A compiled step continues from torch's state, even if the first step of the optimizer differs from later steps."""
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
@@ -297,7 +297,7 @@ def test_replayed_steps_have_the_numbers_of_recorded_steps(kind: str, monkeypatc
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(4, 4))])
     recorded, found = RecordedStep(optimizer, 0, (4, 4), torch.float32, {}), []
     calls, before = recorded.step.calls, {"step": 3.0, **({"mu_product": 0.5} if kind == "NAdam" else {})}
-    for recorded.step.calls in ([], calls):  # without calls, each step is recorded
+    for recorded.step.calls in ([], calls):  # Without calls, each step is recorded.
         if recorded.step.calls:
             monkeypatch.setattr(Shadow, "step", lambda *_: pytest.fail("the step is recorded"))
         for optimizer.param_groups[0]["lr"] in (0.1, 0.2):
@@ -312,7 +312,7 @@ def test_replayed_steps_have_the_numbers_of_recorded_steps(kind: str, monkeypatc
 
 
 def test_a_step_that_becomes_another() -> None:
-    """From its sixth step on, RAdam uses a different formula, so the call raises."""
+    """From its sixth step on, RAdam uses another formula, so the call raises an error."""
     module = Mlp()
     optimizer = torch.optim.RAdam(module.parameters())
     step, x = compiled(module, optimizer), torch.randn(4, 8)

@@ -1,4 +1,4 @@
-"""Models that transformers does not have: losses and gradients of a step, compared with torch.
+"""Models that transformers does not have. Losses and gradients of a step are compared with torch.
 
 Models run on 2 ranks, and with `-m slow` also on 1 rank.
 """
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder, and a decoder that attends to the encoder's result. The embedding is also the weight of the classifier."""
+    """An encoder, and a decoder that attends to the result of the encoder. The embedding is also the weight of the classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The backward pass under a checkpoint uses the dropout mask of the forward pass. The gradient then predicts how the loss changes with
+    """The backward pass under a checkpoint uses the dropout mask of the forward pass. So the gradient predicts how the loss changes with
     this mask."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]

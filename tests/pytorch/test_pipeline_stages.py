@@ -1,5 +1,5 @@
-"""Models that are split into stages and compiled as pipelines: loss and gradients compared with torch on one device, and order of
-stages."""
+"""Models that are split into stages and compiled as pipelines. Loss and gradients are compared with torch on one device. Also tests the
+order of stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A model whose last stage takes a result of the first stage that the other stages do not take."""
+    """The last stage takes a result of the first stage. The other stages do not take it."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def chain(stages: int, schedule: str, ranks: int) -> tuple[Any, Any, Any, tuple[
 
 def expect_chain(stages: int, schedule: str, ranks: int) -> None:
     model, want, step, (x, target) = chain(stages, schedule, ranks)
-    for _ in range(2):  # gradients accumulate
+    for _ in range(2):  # Gradients accumulate.
         wanted = nn.functional.mse_loss(want(x), target)
         wanted.backward()
         torch.testing.assert_close(step(x, target), wanted.detach())
@@ -93,7 +93,7 @@ PLANS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's pipeline() causes this warning
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's pipeline() causes this warning.
 @pytest.mark.parametrize(
     ("axis", "schedule"),
     [
@@ -137,7 +137,7 @@ def test_ranks_of_a_group_have_the_parameters_of_their_stages() -> None:
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda of: torch.optim.AdamW(of, lr=1e-2, eps=1e-3),
-    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # the state of SGD does not count steps
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # The state of SGD does not count steps.
 }
 
 
@@ -178,7 +178,7 @@ def expect_steps(name: str, schedule: str, mesh: hw.Mesh, clip: float | None, in
         assert list(states[0]) == list(states[1])
         for key, value in states[0].items():
             torch.testing.assert_close(value, states[1][key])
-    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended
+    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended.
     theirs.step()
 
 
@@ -213,7 +213,7 @@ def test_order_of_1f1b() -> None:
 
 
 def test_order_of_zero_bubble() -> None:
-    """In the last stage, the gradients of parameters are computed one micro-batch after those of the input."""
+    """In the last stage, the gradients of parameters are computed one micro-batch after the gradients of the input."""
     assert by_place(schedule_of("zero_bubble", 2, 2, 3), 2) == [
         "f0.0 f0.1 i0.0 w0.0 f0.2 i0.1 w0.1 i0.2 w0.2",
         "f1.0 i1.0 f1.1 i1.1 w1.0 f1.2 i1.2 w1.1 w1.2",

@@ -1,4 +1,4 @@
-"""Random modules of layers, compiled with `training=True`: results and gradients compared with torch on one device.
+"""Random modules of layers, compiled with `training=True`. Results and gradients are compared with torch on one device.
 
 All layers of a module are equal, and have the same masks and arguments. Modules differ in norms, parts of layers, residuals, tied
 parameters and plans.
@@ -178,7 +178,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
 
 
 class Plain(nn.Module):
-    """A layer without a residual, whose backward pass may need its input, its output, or both. The layer may have one parameter only."""
+    """A layer without a residual. Its backward pass may need its input, its output, or both. The layer may have only one parameter."""
 
     def __init__(self, activation: Callable[[Any], Any], bias: bool, frozen: bool, noise: float):
         super().__init__()
@@ -203,7 +203,7 @@ class Stack(nn.Module):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
 def test_stacks_are_stepped_as_by_torch(seed: int) -> None:
-    """One step in the interpreter. Without dropout, the result equals torch's. With dropout, the result equals that on one rank."""
+    """One step in the interpreter. Without dropout, the result equals torch's. With dropout, the result equals the result on one rank."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     activation = draw.choice([F.relu, torch.tanh, F.silu, lambda x: x, torch.sigmoid])

@@ -1,5 +1,5 @@
-"""Random numbers in modules. A seed reproduces the numbers, and each call draws new numbers. Numbers do not depend on the mesh. The
-distributions of the numbers are those of torch."""
+"""Random numbers in modules. A seed reproduces the numbers. Each call draws new numbers. The numbers do not depend on the mesh, and have
+the distributions of torch's numbers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_threads_use_the_numbers_of_rank_0() -> None:
 
 @pytest.mark.parametrize("has_board", [True, False])
 def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
-    """The test simulates a group of two processes. The first process draws the seeds 1 and 2, and this process draws other seeds."""
+    """Simulates a group of two processes. The first process draws the seeds 1 and 2. This process draws other seeds."""
 
     class TwoProcesses:
         in_process, rank, count, can_exchange, call_timeout = False, 1, 2, True, 1.0
@@ -205,8 +205,8 @@ class Dropping(nn.Module):
 
 
 def test_layers_with_dropout_are_a_loop() -> None:
-    """Calls of layers with dropout are a loop, in which each layer has its own seeds. The layers are linear. The sum of x * gradient
-    therefore equals the sum of the results only if both passes drop the same elements."""
+    """Calls of layers with dropout are a loop. Each layer has separate seeds. The layers are linear, so the sum of x * gradient equals the
+    sum of the results only if both passes drop the same elements."""
     module, x = nn.Sequential(*(Dropping() for _ in range(4))).train(), torch.randn(8, 16, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x,), training=True)
     assert all(len(re.findall(r"for \(int64_t i = 0; i < [34]; \+\+i\)", one.source)) == 1 for one in (compiled.program, compiled.backward))

@@ -1,6 +1,6 @@
-"""Random modules of ops on odd inputs, compared with torch: results, dtypes and gradients, on 1 and 2 ranks in the interpreter.
+"""Random modules of ops on odd inputs: results, dtypes and gradients, compared with torch, on 1 and 2 ranks in the interpreter.
 
-Inputs may be transposed, strided, expanded, of one element or of no elements. Modules write to copies, and share a weight.
+Inputs may be transposed, strided or expanded, and may have one element or none. Modules write to copies, and share a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 SHAPES = [(3, 4), (1, 4), (2, 3, 4), (4, 1), (2, 0, 4), (0, 4), (2, 1, 4), (5,)]
 REFUSED = ("at least one element", "no result depends on a tensor that requires grad")
-Op = Callable[[Any, int], Any]  # takes a tensor and a dim
+Op = Callable[[Any, int], Any]  # An op takes a tensor and a dim.
 POINTWISE: list[Op] = [
     lambda x, _: torch.tanh(x),
     lambda x, _: x.to(torch.bfloat16).float(),
@@ -135,10 +135,10 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
     dims = [dim for dim, size in enumerate(x.shape) if x.numel() and size % 2 == 0]
     sharded = draw.choice([None, *dims]) if ranks > 1 else None
     plan = {} if sharded is None else {"x": ", ".join("tp" if dim == sharded else "-" for dim in range(x.ndim))}
-    if ranks > 1 and draw.random() < 0.5:  # the program then gathers or reduces next to a matmul
+    if ranks > 1 and draw.random() < 0.5:  # The program then gathers or reduces next to a matmul.
         plan["linear.weight"] = draw.choice(["tp, -", "-, tp"])
     with warnings.catch_warnings(), torch.set_grad_enabled(training):
-        warnings.simplefilter("ignore")  # torch warns about reductions of no elements
+        warnings.simplefilter("ignore")  # torch warns about reductions of no elements.
         try:
             want = theirs(x)
         except (RuntimeError, IndexError):
@@ -170,7 +170,7 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_equal_maxima_on_several_ranks_share_the_gradient(dim: int, dtype: Any) -> None:
-    """The maxima of small integers are equal in many places, and all sums are exact."""
+    """The maxima of small integers are equal in many places. All sums are exact."""
 
     class Largest(nn.Module):
         def __init__(self) -> None:

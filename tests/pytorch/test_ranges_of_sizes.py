@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes. If overlap is predicted to be faster, calls use a program with overlap as soon as it is compiled."""
+"""Programs for ranges of sizes. If overlap is predicted to be faster, calls use a program with overlap once it is compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hostweave.torch.ranges import Ranges  # noqa: E402
 from hostweave.types.machine import H200  # noqa: E402
 
 LINKS = tuple(replace(link, points=tuple((size, 1000 * seconds) for size, seconds in link.points)) for link in H200.links)
-SLOW = replace(H200, flops=1e11, links=LINKS)  # transfers and products of few elements take long on this machine
+SLOW = replace(H200, flops=1e11, links=LINKS)  # Transfers and products of few elements take long on this machine.
 
 
 class Mlp(nn.Module):
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A former defect: torch's tracing modes are global, so operations of one thread were recorded in the graph of another thread."""
+    """torch's tracing modes are global. The graph of one thread must not contain operations of another thread."""
     failed: list[str] = []
     monkeypatch.setattr("hostweave.torch.ranges.warnings.warn", lambda why, *_, **__: failed.append(str(why)))
     monkeypatch.setattr(hw.Program, "build", lambda _: None)
@@ -88,7 +88,7 @@ def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
     """For each rank and call, True if the call runs the program for its range of sizes.
 
-    A rank compiles this program until its event in `ready` is set, at the latest at its fourth call.
+    A rank compiles this program until its event in `ready` is set, or until its fourth call.
     """
     graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
     threads = hw.Threads(2)
@@ -114,8 +114,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
 
 def test_ranks_change_at_the_same_call() -> None:
-    """All ranks start to use the program at the same call. The program is compiled at once on one rank, and at the fourth call on the
-    other. Ranks synchronize before that call."""
+    """One rank compiles the program at once, and the other rank until its fourth call. Ranks synchronize before the fourth call."""
     ready = [threading.Event(), threading.Event()]
     ready[0].set()
     assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2

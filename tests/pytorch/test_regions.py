@@ -1,4 +1,4 @@
-"""Models in regions: the backend of torch.compile, on one rank and on DTensors, and compiling with `fullgraph=False`."""
+"""Models in regions: the backend of torch.compile, on one rank and on DTensors, and compilation with `fullgraph=False`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, with other code between the first and the second layer."""
+    """Other code is between the first and the second layer."""
 
     def __init__(self, between: Callable[[Any], Any] = lambda x: x) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_backend_in_training() -> None:
 @pytest.mark.extra
 @pytest.mark.slow
 def test_backend_with_other_sizes() -> None:
-    """At the second size Dynamo makes the dim dynamic. The third size runs the same program."""
+    """At the second size, Dynamo makes the dim dynamic. The third size runs the same program."""
     module, backend = Model().eval(), Backend()
     model = torch.compile(module, backend=backend)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_a_break(kind: str) -> None:
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads .grad after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads .grad after a break.
 def test_a_break_in_training() -> None:
     module = Model(prints)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False, training=True)
@@ -176,7 +176,7 @@ def mesh() -> Iterator[Any]:
 
 
 def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
-    """The module with DTensor parameters that have this rank's blocks."""
+    """The module, with DTensor parameters that have the blocks of this rank."""
     made = Model(module.between)
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
         *words, name = path.split(".")

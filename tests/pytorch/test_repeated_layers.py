@@ -1,4 +1,4 @@
-"""Equal layers are traced once, layers with any difference are traced separately, and the graph gives the results of the module."""
+"""Equal layers are traced once, and other layers separately. The graph gives the results of the module."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
 
 
 def expect(module: nn.Module, *how: str) -> None:
-    """Compares the result with the module's. For each layer, `how` has the index of the equal layer whose trace is used. If the layer
-    itself was traced, `how` has a part of the reason."""
+    """Compares the result with the module's. `how` has one entry per layer: the index of the equal layer whose trace is used, or a part of
+    the reason why the layer itself was traced."""
     y, found = computed(module)
     with torch.no_grad():
         torch.testing.assert_close(y, module(X), rtol=0, atol=0)
@@ -72,7 +72,8 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Equal layers may differ in the values of parameters and buffers, and in their indices, if `forward` does not read the index."""
+    """Equal layers may differ in the values of parameters and buffers. They may also differ in their indices if `forward` does not read the
+    index."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 
@@ -101,7 +102,7 @@ class Shared(Layer):
 
 
 class Passing(Layer):
-    """A layer that returns a dict, which also contains its argument."""
+    """A layer that returns a dict. The dict also contains the argument."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.down(self.up(x)), "x": [x, None, 3]}
@@ -185,7 +186,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(hooked, "", "up._forward_hooks differs", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
-    expect(outer, "", "0")  # hooks of a layer run outside of its `forward`, so they are traced at each call
+    expect(outer, "", "0")  # Hooks of a layer run outside of its `forward`, so they are traced at each call.
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
     expect(replaced, "", "up.forward differs")
@@ -276,7 +277,7 @@ class FirstTwo(Caching):
 
 
 class WithCache(nn.Module):
-    """A model whose layers write to a cache. The cache's tensors and numbers are a part of the result."""
+    """A model whose layers write to a cache. The tensors and numbers of the cache are a part of the result."""
 
     def __init__(self, layers: list[nn.Module], rows: tuple[int, ...] = ()):
         super().__init__()
@@ -300,7 +301,7 @@ def test_layers_with_separate_state_in_a_cache_are_traced_once() -> None:
     expect(caching(CacheInPlace), "", "0", "0")
     sharing = caching(Caching)
     sharing.layers[2].layer_idx = 0
-    expect(sharing, "", "0", "its arguments differ")  # layer 0 has used this state, and the state counts uses
+    expect(sharing, "", "0", "its arguments differ")  # Layer 0 has used this state, and the state counts uses.
     writing = caching(CacheInPlace)
     writing.layers[2].layer_idx = 0
     expect(writing, "", "0", "0")
@@ -316,7 +317,7 @@ def test_layers_whose_index_has_an_effect_are_traced() -> None:
     expect(caching(InTensor), "an int is accepted", "an int is accepted", "an int is accepted")
     named = caching(Caching)
     named.layers[1].scale = 3.0
-    expect(named, "", "0", "0")  # nothing reads `scale`
+    expect(named, "", "0", "0")  # Nothing reads `scale`.
     without = caching(Caching)
     without.layers[1].layer_idx = True
     expect(without, "", "the cache of other layers", "0")
@@ -337,8 +338,8 @@ def test_layers_that_use_more_of_a_cache_are_traced() -> None:
 
 
 def test_untraced_layers_call_the_function_with_their_parameters() -> None:
-    """Layers that were not traced call the function of an equal layer with their own parameters. `traced` reports these layers, also
-    with dynamic sizes."""
+    """A layer that was not traced calls the function of an equal layer with its parameters. `traced` reports such layers, also with dynamic
+    sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

@@ -1,4 +1,4 @@
-"""Tests of whole scripts: the examples and the `*_process.py` files. A script runs in one process for all ranks, or in one per rank.
+"""Whole scripts: the examples and the `*_process.py` files. A script runs in one process for all ranks, or in one process per rank.
 
 On the CPU, most processes are forks of a server that has imported torch, because an import takes 4 seconds.
 """
@@ -25,7 +25,7 @@ from hostweave.build.cuda import gpus
 HERE = Path(__file__).parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])
-pytestmark = pytest.mark.xdist_group("scripts")  # in one worker, so that only one fork server imports torch
+pytestmark = pytest.mark.xdist_group("scripts")  # These tests run in one worker, so that only one fork server imports torch.
 everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -51,11 +51,11 @@ def errors_of(output: Path) -> Path:
 
 
 def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
-    """Lines that a script prints on the CPU. Each of `variables` is the environment of one process."""
+    """Lines that a script prints on the CPU. Each element of `variables` is the environment of one process."""
     files = [folder / f"output_{number}" for number in range(len(variables))]
     processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # the fork server starts with the first process and inherits this variable
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # The fork server starts with the first process, and inherits this variable.
         for process in processes:
             process.start()
     for process, file in zip(processes, files, strict=True):
@@ -85,7 +85,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["dtensors"]),  # without GPT-2, because an example below trains a GPT-2
+        (2, ["dtensors"]),  # GPT-2 is omitted, because an example below trains a GPT-2.
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )

@@ -1,4 +1,4 @@
-"""Results that share memory with arguments, tensors of the module or other results, compared with torch on 1 and 2 ranks."""
+"""Results that share memory with arguments, with tensors of the module or with other results. Compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CASES: dict[str, Callable[..., Any]] = {
 
 def made_by(call: Any, module: Any, x: Any, number: int) -> list[Any]:
     """Returns results of a call, gradients, groups of tensors that share memory, and all values after a write to tensor `number`. Number 0
-    is the argument, and -1 the last result."""
+    is the argument, and -1 is the last result."""
     module.zero_grad()
     x = x.clone()
     results = [one for one in torch.utils._pytree.tree_leaves(call(x)) if isinstance(one, torch.Tensor)]
@@ -139,7 +139,7 @@ class Sized(nn.Module):
 
 
 def test_a_view_whose_size_depends_on_a_tensor_is_refused() -> None:
-    """A captured call returns the same view each time, so the view's size must not depend on values."""
+    """A captured call returns the same view each time. So the size of the view must not depend on values."""
     with pytest.raises(ProgramError, match=r"^test_shared_results.py:\d+: a size depends on a tensor, .*; use a fixed size"):
         hostweave.torch.compile(Sized(), hw.Mesh(tp=1), {}, (torch.ones(4, 4), torch.tensor(2)))
 
@@ -163,8 +163,8 @@ def random_view(draw: random.Random, y: Any) -> Any:
 
 
 def random_function(seed: int) -> Callable[..., Any]:
-    """A function that computes values, views of values, and writes to some of them. The function returns several of these values and
-    views."""
+    """A function that computes values and views of values, and that writes to some of them. The function returns several of these values
+    and views."""
 
     def function(module: Any, y: Any, x: Any) -> Any:
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Special functions that are composed of other ops in float32, compared with torch's in float64, also at the borders between formulas."""
+"""Special functions, composed of other ops in float32. Compared with torch's in float64, also at the borders between formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expect_close(made: torch.Tensor, want: torch.Tensor, rtol: float = 2e-5, ato
 @pytest.mark.parametrize("op", OF_ONE, ids=str)
 def test_of_one_argument(op: object) -> None:
     x = SHARES if op in OF_SHARES else WIDE
-    x = x[(x - x.round()).abs() > 0.01] if op == aten.digamma.default else x  # poles are tested below
+    x = x[(x - x.round()).abs() > 0.01] if op == aten.digamma.default else x  # Poles are tested below.
     expect_close(SPECIAL[op](x), op(x.double()))
 
 
@@ -40,7 +40,7 @@ def test_polygamma(order: int) -> None:
 
 def test_poles() -> None:
     poles = torch.tensor([0.0, -0.0, -1.0, -7.0])
-    assert bool(torch.isinf(SPECIAL[aten.polygamma.default](1, poles)).all())  # torch gives large finite numbers at poles
+    assert bool(torch.isinf(SPECIAL[aten.polygamma.default](1, poles)).all())  # torch gives large finite numbers at poles.
     for order in (0, 2, 3):
         torch.testing.assert_close(
             SPECIAL[aten.polygamma.default](order, poles), aten.polygamma.default(order, poles), equal_nan=True, rtol=0, atol=0
@@ -69,7 +69,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
 def test_powers_of_integers_wrap(dtype: Any) -> None:
-    """Powers of integers wrap around. A negative exponent gives 0, unless the base is 1 or -1."""
+    """A negative exponent gives 0, unless the base is 1 or -1."""
 
     class Powers(torch.nn.Module):
         def forward(self, a: Any, b: Any) -> Any:

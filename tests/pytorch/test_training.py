@@ -49,15 +49,15 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
     return compiled
 
 
-LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks) pairs that train for all STEPS, not for one
-QUICK = [*LONG, ("vit", 4)]  # pairs that contain every model and every mesh; the other pairs run with -m slow
+LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks) pairs that train for all STEPS; other pairs train for one step
+QUICK = [*LONG, ("vit", 4)]  # pairs that contain every model and every mesh; other pairs run with -m slow
 PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in product(MODELS, MESHES)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     compiled = expect_training(name, ranks, STEPS if (name, ranks) in LONG else 1)
-    for program in (compiled.program, compiled.backward):  # all layers are one function, and save the same values
+    for program in (compiled.program, compiled.backward):  # All layers are one function, and save the same values.
         (function,) = re.findall(r"^function @(\w+)", program.fusion_ir, re.MULTILINE)
         assert unrolled_ir(program).count(f"call @{function}(") == MODELS[name]()[0].config.num_hidden_layers
         assert "Gradient addition" not in program.source
@@ -72,7 +72,7 @@ def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
 
 
 class Layers(nn.Module):
-    """A model with features that transformers' models lack: dropout, a frozen part, values without gradients, two results."""
+    """A model with features that transformers' models lack: dropout, a frozen part, values without gradients, and two results."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
 
 
 def test_a_step_is_one_program() -> None:
-    """Forward pass, backward pass and AdamW are one program that works in place. Two parameter groups have separate learning rates, which
-    a schedule changes."""
+    """Forward pass, backward pass and AdamW are one program that works in place. A schedule changes the separate learning rates of two
+    parameter groups."""
     torch.manual_seed(2)
     module = LossOf(Layers().train())
     want, steps = copy.deepcopy(module), []
@@ -145,7 +145,7 @@ def test_a_step_is_one_program() -> None:
             schedule.step()
     for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch continues where the program ended
+    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch continues where the program ended.
     assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
@@ -171,7 +171,7 @@ def test_steps_of_models_are_one_program(name: str) -> None:
 
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
     compiled, module = layers
-    for factor in (1.0, 1024.0):  # factors of a gradient scaler
+    for factor in (1.0, 1024.0):  # These are factors of a gradient scaler.
         for got, want in zip(gradients(compiled, module, factor), gradients(module, module, factor), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * factor)
     host = re.sub(r"launch_(\w+) @\w+", r"\1", compiled.backward.host_ir.replace("_packed", ""))
@@ -217,7 +217,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     module = Layers(0.25).train().double()
     x = X.double()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
-    wanted = [module.up.bias, module.down.weight]  # parameters whose only paths to the loss go through detached values
+    wanted = [module.up.bias, module.down.weight]  # The only paths of these parameters to the loss go through detached values.
 
     def loss(seed: int) -> Any:
         torch.manual_seed(seed)

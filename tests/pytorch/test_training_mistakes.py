@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile(training=True)`, and the messages, which have location, reason and remedy."""
+"""Mistakes of users of `hostweave.torch.compile(training=True)`. Each message has a location, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself uses torch.jit for jvp.
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -315,7 +315,7 @@ def test_results_that_are_written_to_before_backward(ranks: int, which: int) -> 
 
 
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
-    """Like torch, the compiled module casts a gradient to the dtype of the result, and refuses a gradient of another shape."""
+    """The compiled module casts a gradient to the dtype of the result, and refuses a gradient of another shape. torch does the same."""
     module = layer._module
     want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
     torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)

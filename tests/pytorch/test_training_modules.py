@@ -1,4 +1,4 @@
-"""Training of modules with tied parameters, masks, DTensors, constants and buffers, against torch."""
+"""Training of modules with tied parameters, masks, DTensors, constants and buffers, compared with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ X = torch.randn(8, 16)
 
 
 class Tied(nn.Module):
-    """A module with a parameter that is used twice, and a part under `torch.utils.checkpoint`."""
+    """A module with a parameter that is used twice. A part of the module is under `torch.utils.checkpoint`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_tied_parameters_and_checkpoints_inside() -> None:
 
 
 class Masked(nn.Module):
-    """Two attentions whose masks are arguments: a mask of bools, and a mask that is added to the scores and needs a gradient."""
+    """Two attentions with masks as arguments: a mask of bools, and a mask that is added to the scores and needs a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_mask_is_an_operand_of_attention() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
-    """Each rank, here a thread, has a module of DTensors with the local tensors of one process of torch.distributed."""
+    """Each rank is a thread. It has a module of DTensors with the local tensors of one process of torch.distributed."""
     torch.manual_seed(4)
     want = Loss()
     placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
@@ -103,7 +103,7 @@ def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
 
 
 def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
-    """A copy of the module, whose parameters are DTensors with the local tensors of a rank."""
+    """A copy of the module. Its parameters are DTensors with the local tensors of a rank."""
     module = copy.deepcopy(want)
     for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
         owner, _, name = path.rpartition(".")
@@ -126,7 +126,7 @@ def train(call: Any, optimizer: Any) -> None:
 
 
 def test_constants_of_equal_elements_are_no_inputs() -> None:
-    """Constants whose elements are all equal, such as the gradient of a mean, are not inputs of the program."""
+    """The elements of such a constant are all equal, as in the gradient of a mean."""
     module = Loss()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
     assert not compiled._part.graph.bound
@@ -135,7 +135,7 @@ def test_constants_of_equal_elements_are_no_inputs() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_parametrizations_are_not_run_by_the_compiler() -> None:
-    """A former defect: the compiler read `weight` once more, and spectral_norm then wrote to its buffers."""
+    """If the compiler read `weight` once more, spectral_norm would write to its buffers."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 6))).train()
     want, x = copy.deepcopy(module), torch.randn(4, 16)
@@ -186,7 +186,7 @@ def test_a_codebook() -> None:
 
 
 class Normed(nn.Module):
-    """A module with batch norms, whose statistics are buffers, and with a running average in a buffer."""
+    """A module with batch norms and a running average. Their statistics are buffers."""
 
     average: torch.Tensor
 
@@ -203,7 +203,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_buffers_that_forward_writes_to(ranks: int) -> None:
-    """Statistics of a sharded batch are those of the whole batch."""
+    """The statistics of a sharded batch are the statistics of the whole batch."""
     torch.manual_seed(0)
     module, plan = Normed().train(), {"x": "dp, -, -, -"} if ranks > 1 else {}
     want = copy.deepcopy(module)
@@ -227,7 +227,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A module whose constants are named `x`, after the variable that the line assigns. The argument of the module is also named `x`."""
+    """A module with constants named `x`, after the variable that the line assigns. The argument of the module is also named `x`."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)
@@ -242,7 +242,7 @@ def test_constants_that_are_named_as_an_argument_have_no_gradients() -> None:
 
 
 class Peaks(nn.Module):
-    """A module with a maximum, whose gradient goes to the elements that are equal to the maximum."""
+    """A module with a maximum. The gradient goes to the elements that are equal to the maximum."""
 
     def __init__(self) -> None:
         super().__init__()

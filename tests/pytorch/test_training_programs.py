@@ -19,7 +19,7 @@ import hostweave.torch  # noqa: E402
 
 
 class Rotated(nn.Module):
-    """A layer like Llama's, with one head of keys. Tables of rotary embeddings are buffers, so they are inputs, not constants."""
+    """A layer like Llama's, with one head of keys. Tables of rotary embeddings are buffers. So they are inputs, not constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,12 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     source = compiled.backward.sources["program.cpp"]
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
-    assert sum(name.endswith("_joined") for name in kernels) == 2  # rotary embeddings of queries and keys
+    assert sum(name.endswith("_joined") for name in kernels) == 2  # These are the rotary embeddings of queries and keys.
     assert not [name for name in kernels if "broadcast" in name]
-    # The linear layer of the forward pass, and the backward pass, both read the result of the attention in place.
+    # The linear layer of the forward pass reads the result of the attention in place, and so does the backward pass.
     assert "copy %saved_attention" not in compiled.program.sources["program.hw"]
-    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # product with the weight, and product for the weight's gradient
+    # One product is with the weight, and one is for the gradient of the weight.
+    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2
 
 
 class Next(nn.Module):
@@ -84,7 +85,7 @@ class Next(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_shifted_labels_are_not_saved(batch: int) -> None:
-    """The backward pass shifts the labels again. The padding of one row is a part of the kernels that read it."""
+    """The backward pass shifts the labels again. The kernels that read a row also compute its padding."""
     module, x, labels = Next().train(), torch.randn(batch, 6, 8, requires_grad=True), torch.randint(16, (batch, 6))
     compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x, labels), training=True)
     for sources in (compiled.program.sources, compiled.backward.sources):
@@ -158,7 +159,7 @@ def test_attentions_with_one_mask_share_a_bias() -> None:
 
 
 class Stack(nn.Module):
-    """Four layers, three of which are equal."""
+    """Four layers. Three of them are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Stack(nn.Module):
 
 
 def test_layers_of_a_step_are_functions() -> None:
-    """Forward pass, backward pass and update of equal layers are functions, although other ops are between the layers."""
+    """Forward pass, backward pass and update of equal layers are functions, even if other ops are between the layers."""
     torch.manual_seed(3)
     module, x = Stack().train(), torch.randn(8, 16)
     want = copy.deepcopy(module)
@@ -214,8 +215,8 @@ class Residuals(nn.Module):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
-    """The calls of all layers except the last are a loop. The loop of the backward pass has the reverse order. Saved values and results are
-    arrays of structs."""
+    """A loop calls all layers except the last. The loop of the backward pass has the reverse order. Saved values and results are arrays of
+    structs."""
     plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
     lines: set[tuple[int, ...]] = set()
     for count in (4, 6):
@@ -232,7 +233,7 @@ def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
         lines.add(tuple(run.count("\n") for run in runs))
         assert all(run.count(f"for (int64_t i = 0; i < {count - 1}; ++i) {{") == 1 for run in runs)
         assert re.search(rf"out\.\w+\[{count - 2} - i\]", runs[1])
-        assert not any("expect_room" in source for source in sources)  # the number of layers is a constant
+        assert not any("expect_room" in source for source in sources)  # The number of layers is a constant.
     assert len(lines) == 1, lines
 
 
@@ -256,7 +257,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
-    """A layer's argument that is not a result of another layer is resharded if the function's parameter has a different sharding."""
+    """An argument that is not a result of another layer is resharded if the parameter of the function has another sharding."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}
@@ -287,7 +288,7 @@ def test_a_loss_keeps_the_logits_and_no_log_probabilities() -> None:
     assert sorted(shapes)[:1] == ["bf16[2, 8, 64]"]
     assert [shape for shape in shapes if "64" in shape] == ["bf16[2, 8, 64]"]
     assert "= allocate f32[16, 64]" not in compiled.program.host_ir + compiled.backward.host_ir
-    for of_logits in (0.0, 1.0):  # gradients of the logits are added
+    for of_logits in (0.0, 1.0):  # Gradients of the logits are added.
         grads = []
         for call in (compiled, module):
             loss, logits = call(x, labels)

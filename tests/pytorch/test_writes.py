@@ -1,4 +1,4 @@
-"""Modules that write to arguments and buffers, compared with torch on 1 and 2 ranks. The written tensors become donated inputs."""
+"""Modules that write to arguments and buffers, compared with torch on 1 and 2 ranks. Written tensors become donated inputs."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def test_as_torch(name: str, ranks: int) -> None:
     written = [
         [one._version > then for one, then in zip(flat(of), at, strict=True)] for of, at in zip((given, expected), before, strict=True)
     ]
-    assert written[0] == written[1]  # torch registers the writes
+    assert written[0] == written[1]  # torch registers the writes.
     if name.startswith("caches"):
-        assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # x is sharded after the first layer
+        assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # x is sharded after the first layer.
         assert "dynamic_update_slice(%keys" in model.program.fusion_ir
         assert ("2@tp" in model.program.fusion_ir) == (ranks > 1)
 

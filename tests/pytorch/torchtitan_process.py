@@ -1,4 +1,4 @@
-"""One rank of a transformer that is prepared as in torchtitan. torchrun starts this script. The rank uses a GPU if there are any.
+"""One rank of a transformer that is prepared as in torchtitan. torchrun starts this script. The rank uses a GPU if there is one.
 
 The process prints "trained" if 20 steps equal those of torch. The process prints "loaded" if training from a checkpoint of tp 4 gives the
 same results at dp 2 x tp 2 as at tp 4.
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 def prepared(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> Any:  # noqa: B008
-    """Prepares the module as torchtitan's `parallelize_llama` does: sequence-parallel, and then sharded by `fully_shard`."""
+    """Prepares the module as torchtitan's `parallelize_llama` does: sequence-parallel, then sharded by `fully_shard`."""
     whole: Any = module
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -146,7 +146,7 @@ def train(group: hw.Group, device: torch.device, policy: MixedPrecisionPolicy, t
     given = batches(STEPS, device, rows_of(group))
     model = hostweave.torch.compile(ours, mesh, example_inputs=given[0][:1], training=True)
     for tokens, labels in given:
-        if policy.param_dtype:  # the roundoff of 16 bits accumulates, so each step starts from the same parameters
+        if policy.param_dtype:  # The roundoff of 16 bits accumulates, so each step starts from the same parameters.
             with torch.no_grad():
                 for one, other in zip(want.parameters(), ours.parameters(), strict=True):
                     one.copy_(other)

@@ -1,4 +1,4 @@
-"""Trains a module of DTensors on ranks of torchrun, on GPUs if there are any, and compares the results with torch's on one device."""
+"""Trains a module of DTensors on ranks of torchrun, on GPUs if possible. Compares the results with torch's on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Loss(nn.Module):
 
 
 class Broken(Loss):
-    """The module `Loss` with a graph break after the first linear layer."""
+    """`Loss` with a graph break after the first linear layer."""
 
     def forward(self, x: Any) -> Any:
         hidden = self.up(self.norm(x))
@@ -35,7 +35,7 @@ class Broken(Loss):
 
 
 def joined() -> tuple[hw.Group, torch.device]:
-    """Joins torch's process group, and a group of Hostweave that uses torch's store. Returns Hostweave's group, and the device of this
+    """Joins torch's process group, and a group of Hostweave that uses torch's store. Returns Hostweave's group and the device of this
     rank."""
     on_gpus = torch.cuda.is_available()
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
@@ -85,7 +85,7 @@ def train(group: hw.Group, device: torch.device) -> None:
     for make, options in ((adamw, None), *of_step):
         alone, module = copy.deepcopy(want), copy.deepcopy(want)
         parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        # With foreach=True, the default on GPUs, torch updates all parameters by one op, which refuses a mixture of DTensors and plain
+        # With foreach=True, the default on GPUs, one op of torch updates all parameters. This op refuses a mixture of DTensors and plain
         # tensors.
         optimizers = [make(one.parameters(), foreach=False) for one in (module, alone)]
         given: dict[str, Any] = {"training": True} if options is None else {"optimizer": optimizers[0], **options}

@@ -1,4 +1,4 @@
-"""Small models for training, with arguments for which they return a loss, and plans for 1, 2 and 4 ranks."""
+"""Small models for training, with arguments for which a model returns a loss, and plans for 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ MODELS: dict[str, Trained] = {
 
 
 def trained(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, str], hw.Mesh]:
-    """A model with arguments, and its plan for this number of ranks. Two ranks shard weights, or the batch if no weight is sharded."""
+    """A model with arguments, and its plan for this number of ranks. Two ranks shard weights. If no weight is sharded, they shard the
+    batch."""
     torch.manual_seed(ranks)
     module, inputs = MODELS[name].make()
     plan = dict(MODELS[name].plan)

@@ -49,7 +49,7 @@ def x_of(rank: int) -> np.ndarray:
 
 def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
     """Returns, for every rank of a new group of threads, the result of `function(rank)`. If the function raises an ArgumentError or
-    ExecutionError, returns the error instead."""
+    ExecutionError, returns the error."""
     provider = hw.Threads(count)
 
     def call(rank: int) -> Any:
@@ -70,8 +70,8 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """Provider of one rank that does not read the environment. If `count` exceeds 1, the group treats the rank as a process, although the
-    rank is a thread. All ranks of a group need the same store."""
+    """Provider of one rank. Does not read the environment. If `count` exceeds 1, the group treats the rank as a process, although the rank
+    is a thread. All ranks of a group need the same store."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self.rank, self.count, self._store = rank, count, store or MemoryStore()

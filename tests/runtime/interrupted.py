@@ -22,7 +22,7 @@ import hostweave as hw
 
 # For each WHAT, the longest time in seconds from the start of the work to its interrupt.
 SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}
-SOON = 10.0  # seconds; long, because other tests may use the machine
+SOON = 10.0  # The limit in seconds is long, because other tests may use the machine.
 RANKS = 2
 X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5
 
@@ -110,7 +110,7 @@ def main(what: str, to: str, seed: str, count: str, target: str = "cpu") -> None
     moments = random.Random(seed)
     interrupted = Interrupted(moments, target)
     interrupted.works()
-    gc.disable()  # an interrupted call must free its resources without garbage collection
+    gc.disable()  # An interrupted call must free its resources without garbage collection.
     for trial in range(int(count)):
         delay, sent = moments.uniform(0, SPANS[what]), [0.0]
 

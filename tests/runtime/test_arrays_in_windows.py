@@ -1,4 +1,4 @@
-"""Arrays of `group.empty`: peers access them in place. Other arrays are copied if peers access them."""
+"""Arrays of `group.empty`, which peers access in place. Other arrays are copied if peers access them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def arrays_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, bound: Sequence[str] = ()) -> None:
-    """Makes one call of a rank, in which the arguments named by `in_windows` are in windows, and compares the results."""
+    """Makes one call of a rank. The arguments named by `in_windows` are in windows. Compares the results."""
     fusion, program = shared(ranks)
     arrays = arrays_of(seed)
     made = {name: group.empty((K // ranks if name in "wv" else M // ranks, K), hw.f32) for name in in_windows}
@@ -68,7 +68,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
     """Number of bytes that all ranks together copy in one call."""
-    shared(ranks)  # compiles the program here, because otherwise each thread would compile it
+    shared(ranks)  # This compiles the program once. Otherwise, each thread would compile it.
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -76,18 +76,18 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
-    """Inputs are never copied, because ranks send from any memory. Peers read the output %h, so %h is copied unless it is in a window."""
+    """Ranks send inputs from any memory, so inputs are never copied. Peers read the output %h, so %h is copied unless it is in a window."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - h
-    assert copied(ranks, ("w",)) == all_of_them  # w is an input
+    assert copied(ranks, ("w",)) == all_of_them  # w is an input.
 
 
 def test_in_random_schedules() -> None:
     """Several calls are in flight while windows are written and freed."""
-    shared(3)  # compiles the program here, because otherwise each thread would compile it
+    shared(3)  # This compiles the program once. Otherwise, each thread would compile it.
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:
@@ -130,7 +130,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         group = hw.init(provider)
         both = group.empty((2, 3, 4), hw.f32)
         both[...] = np.arange(24).reshape(2, 3, 4) + 100 * rank
-        second = both[1]  # has the same offset on both ranks
+        second = both[1]  # The array has the same offset on both ranks.
         want = np.concatenate([np.arange(12, 24).reshape(3, 4) + 100 * other for other in range(2)])
         eye = np.eye(4, dtype="f4")
         np.testing.assert_array_equal(program(second, eye), want)
@@ -169,12 +169,12 @@ def test_lifetime_of_memory() -> None:
     kept.clear()
     gc.collect()
     again = hw.Threads(1)
-    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # works after the collective step that frees the memory
+    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # This works after the collective step that frees the memory.
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
 
 
 def test_dlpack() -> None:
-    """Export of an array in a window to other libraries, by DLPack and by `__cuda_array_interface__`. Host memory stands for GPU memory."""
+    """Exports an array in a window to other libraries, by DLPack and by `__cuda_array_interface__`. Host memory replaces GPU memory."""
 
     class OnHost(WindowArray):
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def test_dlpack() -> None:
     assert repr(array) == "<array i16[2, 3] in a window, on GPU 0>"
     assert array.__cuda_array_interface__["typestr"] == "<i2"
     references = sys.getrefcount(owner)
-    array.__dlpack__(stream=1)  # a capsule that nothing consumes
+    array.__dlpack__(stream=1)  # Nothing consumes this capsule.
     assert sys.getrefcount(owner) == references
     with pytest.raises(AttributeError, match=r"bf16 has no typestr of __cuda_array_interface__; use __dlpack__"):
         _ = WindowArray(owner, module, (2, 3), hw.bf16, 0).__cuda_array_interface__

@@ -51,7 +51,7 @@ def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
         w, b, x = own(W, rank, ranks, 1), B.copy(), own(X, rank, ranks, 0)
         mine, others = program.bind(w=w, b=b), program.bind(w=2 * w, b=b)
         for scale in (1, 3):
-            b *= scale  # a bound input is not copied: a call reads its current values
+            b *= scale  # A bound input is not copied. A call reads its current values.
             want = own(X @ W + scale * B, rank, ranks, 0)
             np.testing.assert_array_equal(mine(x), want)
             np.testing.assert_array_equal(mine(x=x, out=np.empty_like(want)), want)
@@ -109,7 +109,7 @@ def test_mistakes(mistake: str) -> None:
 
 
 def test_a_wrong_block_on_one_rank() -> None:
-    """If the block of one rank is wrong, all ranks raise an error. The next call works."""
+    """All ranks raise an error. The next call works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
 
     def on_rank(rank: int) -> list[str]:
@@ -143,7 +143,7 @@ def test_threads_share_a_bound_program() -> None:
 
 
 def test_calls_of_threads_of_one_rank_are_ordered() -> None:
-    """Calls of several threads for the same rank run one after another, even the first calls, which have different sizes."""
+    """Calls of several threads for the same rank run one after another. This also holds for the first calls, which have different sizes."""
     program, wrong = affine_on(1), []
     bound = program.bind(w=W, b=B)
     group = hw.init(group="of threads that take turns")

@@ -24,7 +24,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_between_calls(ranks: int) -> None:
-    """Replays two graphs of one program with new inputs. Between replays, calls of the program have other sizes."""
+    """Replays two graphs of one program with new inputs. Calls between the replays have other sizes."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -62,8 +62,8 @@ def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarra
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
     """Tests that replays with new inputs give the exact outputs. Inputs are small integers.
 
-    Between replays there are calls with larger sizes, which do not use the memory of the graph. Some launches run the nodes of the graph
-    one by one, in a random order that their dependencies allow.
+    Calls between the replays have larger sizes, and do not use the memory of the graph. Some launches run the nodes of the graph one by
+    one, in a random order that the dependencies allow.
     """
     ranks = fusion.mesh.size
     program, threads = compiled(fusion, options=options), hw.Threads(ranks)
@@ -98,7 +98,7 @@ SEEDS = 4
 def test_a_captured_call_depends_only_on_the_capture(name: str, ranks: int) -> None:
     """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
-    In the pipeline `two_stages` a rank waits only for some ranks, so it may launch while other ranks still capture.
+    In the pipeline `two_stages`, a rank waits only for some ranks. So it may launch while other ranks still capture.
     """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
@@ -109,7 +109,7 @@ EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)
 
 @pytest.mark.parametrize(("name", "ranks", "transport"), with_transports([*LOOPS, *EXCHANGES]))
 def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
-    """A graph sends a signal only after the previous signal was awaited."""
+    """A graph sends a signal only after the receiver has waited for the previous signal."""
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport=transport))
 
 
@@ -139,7 +139,8 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         (one,) = group.programs.values()
         for i in (*random.permutation(3), *random.integers(3, size=26)):
             call(*sets[i])
-            assert one.common_graphs.agreed == (len(results) >= 8)  # from call 9 on, because earlier calls passed new arrays
+            # The ranks use graphs from call 9 on, because earlier calls passed new arrays.
+            assert one.common_graphs.agreed == (len(results) >= 8)
         graphs = one.native.graphs
         call(*sets[0] if rank else new())
         assert one.native.graphs == graphs + (rank == 0)
@@ -147,7 +148,7 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         fresh = [new() for _ in range(40)]
         for i, mine in enumerate(fresh):
             call(*sets[0] if rank or i in (0, 1) else mine)
-            assert one.common_graphs.agreed == (len(results) < 63)  # until call 65; two calls are not in `results`
+            assert one.common_graphs.agreed == (len(results) < 63)  # The ranks use graphs until call 65. Two calls are not in `results`.
         return results
 
     for result in zip(*threads.run(on_rank), strict=True):
@@ -155,11 +156,11 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
 
 
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
-    """After windows have grown, all ranks capture again. A graph from before would write to the old windows of peers, even if its arrays
-    are the same."""
+    """After windows have grown, all ranks capture again. An earlier graph would write to the old windows of peers, even if its arrays are
+    the same."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
-    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # x of `larger` exceeds 2 MiB
+    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # x of `larger` exceeds 2 MiB.
 
     def on_rank(rank: int) -> list[Any]:
         group, results = hw.init(threads, call_timeout=20), []
@@ -187,7 +188,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
-    """NCCL requires that either all ranks capture a collective, or no rank does. One rank passes new arrays in its first five calls."""
+    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays in its first five calls."""
     program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -274,7 +275,7 @@ def test_threads_that_share_a_captured_call() -> None:
         assert wrong == [False] * 800
         assert len(refused) == 7
         assert "several threads launch this captured call" in refused[0]
-        np.testing.assert_array_equal(step(), wanted(*arrays))  # no lock is needed, because the other threads have ended
+        np.testing.assert_array_equal(step(), wanted(*arrays))  # The other threads have ended, so no lock is needed.
 
     ranks.run(on_rank)
 

@@ -1,4 +1,4 @@
-"""Graphs that the application captures and launches, and launches that fail or do not end, on the CPU target."""
+"""Graphs that the application captures and launches, on the CPU target. Some launches fail or do not end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 
 class Captures:
-    """Creates streams and captures on a rank's device, as an application does."""
+    """Creates streams and captures on the device of a rank, as an application does."""
 
     def __init__(self, rank: int):
         self.library = CDLL(str(NATIVE / "libhostweave_cpu.so"))
@@ -37,7 +37,7 @@ class Captures:
 
     @contextmanager
     def graph(self, stream: int) -> Iterator[c_void_p]:
-        """Captures in thread-local mode. The yielded object can be launched after the block."""
+        """Captures in thread-local mode. After the block, the yielded object can be launched."""
         made, executable = c_void_p(), c_void_p()
         self.call("cudaStreamBeginCapture", c_void_p(stream), 1)
         try:
@@ -65,7 +65,7 @@ def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captures_of_others(ranks: int) -> None:
     """The application captures three calls in one graph: two calls of one program, on two streams, and a call of another program. The
-    application launches the graph on two streams, between calls. Captures of a program that is not prepared fail."""
+    application launches the graph on two streams, between calls. Captures of an unprepared program fail."""
     program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(4)]
 
@@ -87,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # ranks that are threads compare their calls, so after a refused call no rank is prepared
+        if ranks > 1:  # Ranks that are threads compare their calls. So after a refused call, no rank is prepared.
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -104,7 +104,7 @@ def test_captures_of_others(ranks: int) -> None:
             twice = np.split(wanted(want, arrays["up"], arrays["down"]), ranks)[rank]
             captures.launch(graph, launching)
             captures.launch(graph, second)
-            program(x, up, down, out=beside)  # on another stream, but the program orders the call after the launches
+            program(x, up, down, out=beside)  # The call is on another stream, but the program orders the call after the launches.
             np.testing.assert_array_equal(beside, np.split(want, ranks)[rank])
             captures.wait(second)
             for got, block in ((y, np.split(want, ranks)[rank]), (z, twice), (last, twice)):
@@ -117,7 +117,7 @@ def test_captures_of_others(ranks: int) -> None:
 
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
 def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
-    """If a capture fails on one rank, the other ranks are informed. The group stays usable, and the next capture works."""
+    """The other ranks are informed. The group stays usable, and the next capture works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -138,7 +138,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
         return message
 
     messages = sorted(threads.run(on_rank))
-    if call == "cudaMalloc":  # a capture does not allocate
+    if call == "cudaMalloc":  # A capture does not allocate.
         Captures(0).library["hw_cpu_fail_call"](c_char_p(b""), 0)
         assert messages == ["", ""]
     else:
@@ -151,8 +151,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """If a launch by the application does not end, the progress has a waiting time. The time counts from the first reading of the progress
-    during the launch, even if the progress was never read before."""
+    """The progress then has a waiting time. The time counts from the first reading of the progress during the launch."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -183,8 +182,8 @@ def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """Rank 1 launches its graph too late. Meanwhile, the recorded position of rank 0 names the line that waits. The test covers the first
-    launch, the second launch, and a launch after a call."""
+    """Rank 1 launches its graph too late. The progress of rank 0 then names the line that waits. The test covers the first launch, the
+    second launch, and a launch after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
 
@@ -225,7 +224,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
-    """Progress has the number of the unfinished call, even if nobody read the progress while earlier calls ended."""
+    """This holds even if nobody read the progress while earlier calls ended."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -241,7 +240,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # earlier calls end before `progress` is read
+            time.sleep(0.1)  # Earlier calls end before `progress` is read.
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress
@@ -254,7 +253,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
 
 
 def test_a_rank_that_does_not_launch() -> None:
-    """If a rank does not launch, the other ranks raise the same error as for a call that is late."""
+    """The other ranks raise the same error as for a call that is late."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays, done = arrays_of(8), threading.Event()
 
@@ -277,7 +276,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def test_a_launch_that_fails() -> None:
-    """If a launch fails, all ranks raise the same error as for a call."""
+    """All ranks raise the same error as for a call."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
     def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Fault injection: if any device call fails during preparation, there is an error, nothing leaks, and the next call works."""
+"""Fault injection. If any device call fails during preparation, there is an error, nothing leaks, and the next call works."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.build()
         device.fail(call, nth)
         if not (report := report_of(how, program)):
-            break  # the program makes fewer device calls, so none failed
+            break  # The program makes fewer device calls, so no call failed.
         assert f"{call}: made to fail" in report
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
@@ -96,10 +96,10 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         gc.collect()
         deadline = time.monotonic() + 20
         while (after := device.live()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)  # another thread frees resources as soon as nothing uses them
+            time.sleep(0.01)  # Another thread frees resources as soon as nothing uses them.
         assert after == before, nth
     assert nth > 1
-    assert time.monotonic() - started < 100  # the time limit of the device for a missing rank is 120 seconds
+    assert time.monotonic() - started < 100  # The time limit of the device for a missing rank is 120 seconds.
 
 
 ADOPTS_WHILE_ANOTHER_RUNS = f"""

@@ -1,4 +1,4 @@
-"""Ranks that are processes: agreement through a store before a call, and reports of faults. Threads stand for the processes."""
+"""Ranks that are processes: agreement through a store before a call, and reports of faults. Threads replace the processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreExchange, "gather", counted)
-    if by == "store":  # without shared memory, like ranks on two hosts
+    if by == "store":  # The ranks have no shared memory, like ranks on two hosts.
         monkeypatch.setattr(hw.Group, "make_barrier", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
@@ -88,8 +88,8 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later the ranks compare sizes in
-    # this memory. With "store" the ranks instead exchange the sizes at the first call, and whenever sizes change.
+    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later, the ranks compare sizes in
+    # this memory. With "store", the ranks exchange the sizes at the first call, and whenever sizes change.
     assert len(gathered) == exchanges * RANKS
 
 
@@ -106,7 +106,7 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
         program, native = hw.compile(twice), Native()
         keep.append(program)
         waiting = 5.0 if group.rank == 0 else 0.0
-        if group.rank < 2:  # rank 2 has been killed
+        if group.rank < 2:  # Rank 2 has been killed.
             position = RankPosition("twice", 17, 16 + group.rank)
             here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), position=lambda: position, close=lambda: None)
             group.programs[program] = here
@@ -131,7 +131,7 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
 
 def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
     """A rank that closes its group tells the other ranks before it frees its channels. NCCL may block until the other ranks abort their
-    channels, and the other ranks do so only after the message."""
+    channels. They abort only after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -147,7 +147,7 @@ def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
 
 
 class Stopped(MemoryStore):
-    """Simulates a store in a stopped process: a request ends only when the process continues."""
+    """Simulates a store in a stopped process. A request ends only when the process continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,8 +243,7 @@ def test_time_limits_apply_if_the_store_does_not_answer(what: str) -> None:
 
 
 def test_ranks_learn_of_a_failure_after_all_channels_are_aborted() -> None:
-    """Ranks are informed of a failure only after all channels are aborted. Until then, aborted work may occupy the devices, so that a new
-    group would fail."""
+    """Until all channels are aborted, aborted work may occupy the devices, so that a new group would fail."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()
 
     def abort(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Reports of hangs: for every rank and stream, the last finished and the first unfinished line, and what the stream waits for.
+"""Reports of hangs: for every rank and stream, the last finished line, the first unfinished line, and the reason of the wait.
 
 Most tests insert a fault into the C++ of a program. Only rank 2 executes the fault.
 """
@@ -36,7 +36,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """Returns the program with `fault` inserted before a line of its C++. A fault such as `if (...)` makes that line conditional."""
+    """Returns the program with `fault` inserted before a line of its C++. A fault such as `if (...)` makes the line conditional."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -87,7 +87,7 @@ class Processes:
     ):
         tests = str(Path(__file__).parent)
         script = PROCESS.format(tests=tests, transport=transport, limit=limit, never=never, captured=captured)
-        with_fault(folder, transport, place, fault).close()  # built once; the ranks find the edited files
+        with_fault(folder, transport, place, fault).close()  # The program is built once. The ranks find the edited files.
         common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTWEAVE_EDIT": str(folder)}
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
         paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
@@ -166,7 +166,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
 def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
-        time.sleep(6)  # until rank 1 waits in its call; the fault of rank 2 lasts for 20 seconds
+        time.sleep(6)  # This waits until rank 1 waits in its call. The fault of rank 2 lasts for 20 seconds.
         ranks.processes[1].send_signal(signal.SIGINT)
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report
@@ -195,7 +195,7 @@ def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
-    """If ranks are threads, the CPU device detects immediately that no rank can continue."""
+    """The CPU device detects at once that no rank can continue."""
     program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n")
     with cpu.parallel(timeout_seconds=20), pytest.raises(ExecutionError) as caught:
         program.run(X, W)

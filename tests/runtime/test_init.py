@@ -109,7 +109,7 @@ def test_uneven_shards() -> None:
     program = hw.compile(total)
 
     def rank(rank: int) -> None:
-        for rows in (10, 8, 3, 10):  # rows of the 4 ranks: 3, 3, 3, 1, then 2, 2, 2, 2, then 1, 1, 1, 0
+        for rows in (10, 8, 3, 10):  # The 4 ranks have 3, 3, 3, 1 rows, then 2, 2, 2, 2, then 1, 1, 1, 0.
             block = -(-rows // RANKS)
             x = X[:rows][block * rank :][:block]
             total, doubled = program(x)
@@ -206,7 +206,7 @@ def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) ->
     started = time.monotonic()
     check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
     assert not garbage
-    assert time.monotonic() - started < 60  # if a rank waited for another rank, the device would report the wait after 120 seconds
+    assert time.monotonic() - started < 60  # If a rank waited for another rank, the device would report the wait after 120 seconds.
 
 
 def test_channels_are_made_once_and_freed() -> None:
@@ -259,7 +259,7 @@ def test_arrays_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
     assert str(caught.value) == message
-    np.testing.assert_array_equal(ALONE(X), X.sum(0))  # the group still works
+    np.testing.assert_array_equal(ALONE(X), X.sum(0))  # The group still works.
     group.close()
 
 
@@ -272,7 +272,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group.close()
 
 
-BYTES = np.zeros(1024, np.uint8)  # the arrays of a call are slices of this memory
+BYTES = np.zeros(1024, np.uint8)  # The arrays of a call are slices of this memory.
 
 
 def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -296,10 +296,10 @@ def test_outputs_that_overlap(library: str) -> None:
 
     program, group = hw.compile(pair), hw.init(Here())
     outputs = [p.name for p in program.host.outputs]
-    shape = (4, 2)  # 32 bytes
+    shape = (4, 2)  # The shape has 32 bytes.
     for x, w, y, z, overlap in (
         (0, 32, 64, 96, None),
-        (0, 0, 64, 96, None),  # inputs may overlap
+        (0, 0, 64, 96, None),  # Inputs may overlap.
         (96, 64, 32, 0, None),
         (0, 32, 64, 64, outputs),
         (0, 32, 64, 92, outputs),
@@ -319,7 +319,7 @@ def test_outputs_that_overlap(library: str) -> None:
         both = (" and ".join(overlap), " and ".join(reversed(overlap)))
         assert str(caught.value) in [f"pair: out=: {names} overlap in memory; pass separate arrays" for names in both]
     nothing = [given(part(at, 0, 2)) for at in (0, 0, 0, 0)]
-    program(*nothing[:2], out=tuple(nothing[2:]))  # empty arrays do not overlap
+    program(*nothing[:2], out=tuple(nothing[2:]))  # Empty arrays do not overlap.
     group.close()
 
 
@@ -339,14 +339,14 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
         if names is not None:
             with pytest.raises(ArgumentError, match=rf"^twice: out=: {names} overlap in memory; pass separate arrays$"):
                 TWICE(x_of(rank), out=out_of(rank, apart))
-        return TWICE(x_of(rank), out=apart[rank])  # the group still works
+        return TWICE(x_of(rank), out=apart[rank])  # The group still works.
 
     for at, result in enumerate(on_ranks(rank)):
         np.testing.assert_array_equal(result, 2 * x_of(at))
 
 
 def test_an_interrupted_call_informs_the_other_ranks() -> None:
-    """The group, here of one rank, reports the interrupt in later calls, although KeyboardInterrupt has no text."""
+    """The group has one rank. It reports the interrupt in later calls, although KeyboardInterrupt has no text."""
     group = hw.init(hw.Threads(1))
 
     def interrupted() -> None:

@@ -30,8 +30,8 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """Interrupts work in another process. With "process", the signal goes only to that process, as from Jupyter. With "group", the signal
-    also goes to its compilers, as from a terminal."""
+    """Interrupts work in another process. With "process", only that process gets the signal, as from Jupyter. With "group", its compilers
+    also get the signal, as from a terminal."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = run(command, env=environment(), timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_200_interrupts(target: str, what: str, to: str) -> None:
 
 @pytest.fixture
 def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
-    """Function that schedules a KeyboardInterrupt after some seconds."""
+    """Returns a function that schedules a KeyboardInterrupt after some seconds."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(seconds: float) -> threading.Timer:
@@ -232,7 +232,7 @@ print("hang:", len(children))
 
 @pytest.mark.parametrize("pause", [0.03, 0.2])
 def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path: Path) -> None:
-    """The child does not block on a lock or an import. The child can build programs, and raises an error if it runs a program."""
+    """The child does not block on a lock or an import. The child can build programs. It raises an error if it runs a program."""
     env = environment(HOSTWEAVE_CACHE=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()

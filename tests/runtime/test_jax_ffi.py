@@ -40,7 +40,7 @@ def wanted(x: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def group() -> Iterator[hw.Group]:
     made = hw.init(hw.Threads(1))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # otherwise JAX uses a GPU
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # Otherwise, JAX uses a GPU.
         yield made
     made.close()
 
@@ -62,7 +62,7 @@ def test_a_program_in_a_jitted_function() -> None:
 
 
 # Script of one rank. The first weight is sharded by columns. The second and the third call depend only on the first call, so JAX may run
-# them in either order.
+# these two in either order.
 RANK = """
 import sys
 import jax, numpy as np
@@ -175,7 +175,7 @@ def test_errors_of_a_call_have_their_message() -> None:
 
 
 def test_each_launch_of_a_captured_call_gives_an_array() -> None:
-    """JAX arrays are immutable, so every launch returns a new array."""
+    """JAX arrays are immutable."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["N"], y=hw.f32["N"])
     def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:

@@ -6,7 +6,7 @@ from collections import deque
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool = False) -> bool:
-    """True if, in some order of events, a packet is overwritten before its receiver has read it.
+    """True if, in some order of events, a packet is overwritten before its receiver has read the packet.
 
     The kernels of a rank run one after another. A kernel sends a packet to each peer, and receives a packet from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
@@ -24,7 +24,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool
             place = k * slots + number % slots
             if number <= exchanges and sent[k] < number:
                 if got[k] < landing[place] or (landing[place] and done[peer] < landing[place]):
-                    return True  # the peer has not read the old packet yet, or may read it again
+                    return True  # The peer has not read the old packet yet, or may read it again.
                 following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
             number = done[peer] + 1
             is_there = sent[k] >= number if flags else landing[k * slots + number % slots] == number

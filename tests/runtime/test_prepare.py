@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])
 def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
-    """After `prepare`, calls make no plans and do not allocate, and the memory of the process does not grow."""
+    """The memory of the process does not grow."""
     program, threads = mlp_on(ranks), hw.Threads(ranks)
     order = [int(rows) for rows in np.random.default_rng(1).integers(1, sizes + 1, calls)]
 
@@ -77,7 +77,7 @@ def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
 
 
 def test_plans_are_bounded() -> None:
-    """Plans of the last sizes are kept. Evicted plans are made again when they are needed."""
+    """Plans of the last sizes are kept. Evicted plans are made again if needed."""
     program, threads = mlp_on(1), hw.Threads(1)
     gc.collect()
     before = matmuls()

@@ -1,6 +1,5 @@
-"""Ranks that are processes, on both targets. torchrun, mpirun or the test starts the ranks, partly with torch.distributed. Some tests kill
-a rank at a random moment.
-"""
+"""Ranks that are processes, on both targets. torchrun, mpirun or the test starts the ranks. Some tests use torch.distributed. Some tests
+kill a rank at a random moment."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # seconds until a lost rank is noticed; the documentation says about one second, but other tests slow the machine down
+NOTICED = 4  # Seconds until a lost rank is noticed. The documentation says about one second, but other tests slow the machine down.
 ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, and automatically chosen puts
 
 
@@ -134,8 +133,8 @@ STARTED = [
 @pytest.mark.parametrize(("place", "provider"), STARTED)
 @pytest.mark.usefixtures("all_built", "nothing_left_over")
 def test_no_launcher(place: Place, provider: str) -> None:
-    """Processes without a launcher: the test sets the variables, or passes a torch.distributed store without a process group. The
-    interpreters have different hash seeds."""
+    """The test sets the variables, or passes a torch.distributed store without a process group. The interpreters have different hash
+    seeds."""
     port = free_port()
     environments = [as_rank(rank, place.ranks, port) for rank in range(place.ranks)]
     with Ranks(environments, place.programs, provider, place.target, start=subprocess.Popen) as ranks:
@@ -147,7 +146,7 @@ def test_no_launcher(place: Place, provider: str) -> None:
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize("place", [CPU])
 def test_ranks_decide_together_to_use_graphs(place: Place) -> None:
-    """Ranks decide through the store, because without `verify_calls` a rank has no other information about the arrays of other ranks."""
+    """Without `verify_calls`, a rank has no information about the arrays of other ranks. So ranks decide through the store."""
     port = free_port()
     with Ranks([as_rank(rank, 2, port) for rank in range(2)], "graphs", "environment", place.target) as ranks:
         for rank in range(2):
@@ -171,7 +170,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
 
 @pytest.fixture
 def nothing_left_over() -> Iterator[None]:
-    """Tests that no shared memory of NCCL or Hostweave is left. Memory of living processes, such as other tests, is ignored."""
+    """Tests that no shared memory of NCCL or Hostweave is left. Ignores memory of living processes, such as other tests."""
     before = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10
@@ -183,7 +182,7 @@ def nothing_left_over() -> Iterator[None]:
 def shared_by_living_processes() -> set[str]:
     names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # The process has ended, or belongs to another user.
             names.update(re.findall(r" /dev/shm/([^/\n]+)$", maps.read_text(), re.MULTILINE))
     return names
 
@@ -208,8 +207,8 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """Other ranks get an error, and form a new group. Each rank keeps its graphs until it exits, so NCCL destroys no communicator before
-    the exit."""
+    """The other ranks get an error, and form a new group. Each rank keeps its graphs until it exits, so NCCL destroys no communicator
+    before."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
@@ -219,7 +218,7 @@ def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, 
 @pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
 def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
-    """If a rank ends, the other ranks do not wait for `call_timeout`. This also holds if the store was in the process that ended."""
+    """The other ranks do not wait for `call_timeout`. This also holds if the store was in the process that ended."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]
@@ -240,14 +239,14 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
 @everywhere
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
-    """If a rank is stopped, `call_timeout` applies, even if the store is in the process of the stopped rank. The limits are below 10
-    seconds, after which a store that does not answer is a separate error."""
+    """`call_timeout` applies, even if the store is in the process of the stopped rank. The limits are below 10 seconds. After 10 seconds, a
+    store that does not answer is a separate error."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, count = free_port(), place.killed
-    limit = 3 if place.target == "cpu" else 7  # NCCL connects in the first call, which takes over 3 s on a busy machine
+    limit = 3 if place.target == "cpu" else 7  # NCCL connects in the first call, which takes over 3 s on a busy machine.
     places = [as_rank(rank, count, port) | {"CALL_TIMEOUT": str(limit)} for rank in range(count)]
-    alone()  # while other tests run, it takes seconds to connect the ranks, and to abort the channels
+    alone()  # While other tests run, it takes seconds to connect the ranks and to abort the channels.
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
@@ -268,7 +267,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.line(rank, 300, beginning="ready")
         ranks.processes[other].send_signal(signal.SIGSTOP)
-        time.sleep(1)  # until rank `interrupted` waits for the stopped rank
+        time.sleep(1)  # This waits until rank `interrupted` waits for the stopped rank.
         ranks.processes[interrupted].send_signal(signal.SIGINT)
         why = f"group 'default': rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
@@ -286,7 +285,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
 @pytest.mark.parametrize("on", ["one host", "two hosts"])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
 def test_ranks_that_seem_to_be_on_different_hosts(place: Place, program: str, on: str) -> None:
-    """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` works anyway, because it queries the GPUs for peer
+    """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` still works, because it queries the GPUs for peer
     access."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
@@ -307,7 +306,7 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
-        if stands_still:  # waits until the other ranks wait for the killed rank
+        if stands_still:  # This waits until the other ranks wait for the killed rank.
             ranks.processes[victim].send_signal(signal.SIGSTOP)
             time.sleep(1)
         ranks.processes[victim].kill()

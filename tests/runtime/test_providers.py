@@ -41,7 +41,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
 
 
 def in_threads(count: int, function: Any) -> list[Any]:
-    """Returns, for every rank, the result of `function(rank)`, or the exception that the function raises."""
+    """Returns the result of `function(rank)` for every rank, or its exception."""
     results: list[Any] = [None] * count
 
     def call(rank: int) -> None:
@@ -101,7 +101,8 @@ def test_slurm() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     launch = LaunchedRank(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
-    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # a batch script that runs without srun
+    # These variables are those of a batch script without srun.
+    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})
 
 
 @pytest.mark.parametrize(
@@ -214,8 +215,8 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_torch_distributed_with_the_same_environment() -> None:
-    """torch.distributed, initialised before or after hw.init, can use the same MASTER_PORT. The default store of torch.distributed also
-    works as a provider."""
+    """torch.distributed can use the same MASTER_PORT, if it is initialised before or after hw.init. The default store of torch.distributed
+    also works as a provider."""
     script = """
 import os
 import torch.distributed as dist
@@ -265,7 +266,7 @@ def test_torch_store_needs_torch_distributed() -> None:
 
 
 class FakeComm:
-    """The methods of an mpi4py communicator that MPI() uses, for ranks that are threads."""
+    """The methods of an mpi4py communicator that MPI() uses. Ranks are threads."""
 
     def __init__(self, rank: int, shared: SimpleNamespace):
         self._rank, self.shared = rank, shared
@@ -296,7 +297,7 @@ def test_mpi(spread: bool) -> None:
         provider = MPI(FakeComm(rank, shared))
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
-        again = provider.store("default", 20)  # does not use MPI again
+        again = provider.store("default", 20)  # This does not use MPI again.
         records = StoreExchange(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)

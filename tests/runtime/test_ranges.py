@@ -1,4 +1,4 @@
-"""NVTX ranges: an injected profiler records each function of a program and each library call in it, correctly nested."""
+"""NVTX ranges. An injected profiler records each function of a program and each library call in the function, correctly nested."""
 
 from __future__ import annotations
 

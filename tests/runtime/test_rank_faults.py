@@ -32,7 +32,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """Runs `fault` on all ranks, and tests that their group works afterwards. Returns the error message of each rank."""
+    """Runs `fault` on all ranks. Tests that their group works afterwards. Returns the error message of each rank."""
 
     def rank(rank: int) -> Any:
         try:
@@ -171,8 +171,7 @@ PUTS = "HW_CHECK(puts_.fork(caller));\n"
     ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal", "for one of NCCL"],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank fails in the middle of a call, while the other ranks are in their calls. Afterwards a new group of the same threads works,
-    and so does `run`."""
+    """The other ranks are in their calls. Afterwards, a new group of the same threads works, and so does `run`."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     options = hw.Options(transport=transport)
     _ = hw.compile(ag_matmul, options=options).folder
@@ -254,7 +253,7 @@ print(again.rank, again.count, again.failure)
 
 
 def test_rank_0_is_stopped_before_the_first_call() -> None:
-    """Requests to the store of a stopped process end after `call_timeout`, although a first call may take `timeout`."""
+    """Requests to the store end after `call_timeout`, although a first call may take `timeout`."""
     script = "import hostweave as hw, sys; hw.init(group='stopped'); print('ready', flush=True); sys.stdin.read()"
     limit = 2
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -335,7 +334,7 @@ def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # without the reports of the watchdog
+        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # Reports of the watchdog are omitted.
         right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
         assert (right, again, anew) == ("[0. 1.]",) * 3
         assert seeded == (

@@ -57,7 +57,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
         np.testing.assert_array_equal(out, x)
     assert checks == ["x", "kept", PROGRAM.host.outputs[1].name]
     other = x * 2
-    total, scaled = model(other, kept)  # a new input, and new outputs
+    total, scaled = model(other, kept)  # The input is new, and so are the outputs.
     assert total is kept
     np.testing.assert_array_equal(scaled, other)
     assert len(checks) == 5
@@ -98,7 +98,7 @@ def test_changes_of_a_numpy_array_are_detected(checks: list[str]) -> None:
     kept.flags.writeable = True
     PROGRAM(x, kept, w)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated from NumPy 2.5 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy deprecates this from version 2.5 on.
         x.dtype = np.int32
     with pytest.raises(ArgumentError, match="x: expected f32"):
         PROGRAM(x, kept, w)
@@ -132,7 +132,7 @@ def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:
     gc.disable()
     try:
         del program
-        assert local() is not None  # the program with bound inputs still uses `local`
+        assert local() is not None  # The program with bound inputs still uses `local`.
         del model
         assert local() is None
     finally:

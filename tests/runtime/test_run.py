@@ -51,7 +51,7 @@ def product(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Function that compiles ag_matmul with one line of program.cpp replaced: the first line that contains `what`."""
+    """Returns a function that compiles ag_matmul and replaces one line of program.cpp: the first line that contains `what`."""
 
     def make(what: str, replacement: str) -> hw.Program:
         monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
@@ -271,7 +271,7 @@ def test_wrong_arguments_of_compile_and_measure() -> None:
     ],
 )
 def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, a run, a call in a group, and the demo raise an error before anything is built."""
+    """A run, a call in a group, and the demo raise an error before anything is built."""
 
     def build(*_: Any) -> None:
         raise AssertionError("something is built")
@@ -293,7 +293,7 @@ def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch:
 def test_ctrl_c(broken) -> None:
     program = broken("ncclSend", "for (volatile int i = 0; hw_cpu_failed() == 0;) hw_cpu_pause();LINE")
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs start without this handler.
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -304,7 +304,7 @@ def test_ctrl_c(broken) -> None:
     assert works()
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported JAX
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported JAX.
 def test_a_forked_process_cannot_run_programs() -> None:
     assert works()
     read, write = os.pipe()
@@ -371,7 +371,7 @@ class BrokenAttribute:
 
 
 class BrokenNamespace:
-    """An array that can be passed, but whose library cannot create results."""
+    """An array of a library that can pass arrays but cannot create results."""
 
     def __dlpack__(self, **options: Any) -> Any:
         return np.ones((2, 2), np.float32).__dlpack__(**options)
@@ -384,7 +384,7 @@ class BrokenNamespace:
 
 
 class Closed:
-    """An object whose attributes all raise, like a dataset whose file was closed."""
+    """An object whose attributes all raise errors, like a dataset whose file was closed."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError("the file is closed")
@@ -400,12 +400,12 @@ def test_objects_that_are_not_arrays() -> None:
     with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack fails"):
         program.run(x=Broken())
     with pytest.raises(hw.errors.ExecutionError, match=r"no memory for a contiguous copy of float32\[1048576, 1048576\]"):
-        program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # 4 TiB
+        program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # The array has 4 TiB.
 
 
 @pytest.mark.extra("jax")
 def test_an_array_of_jax_that_was_deleted() -> None:
-    """The error for an array that JAX has deleted because the array was passed with donate_argnums."""
+    """JAX has deleted the array, because it was passed with donate_argnums."""
     jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
     program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
     x.delete()

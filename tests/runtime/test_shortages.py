@@ -1,4 +1,4 @@
-"""Shortages of resources while a program is compiled, cached, loaded or run: the error has a reason and a remedy."""
+"""Shortages of resources while a program is compiled, cached, loaded or run. The error has a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -76,11 +76,10 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """If the device has memory for only one of its threads, the device must end that thread. Otherwise the device would wait for the thread
-    forever."""
+    """The device must end this thread. Otherwise, the device would wait for the thread forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
-    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # threads of the device have stacks of 128 MiB
+    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # Threads of the device have stacks of 128 MiB.
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "MALLOC_ARENA_MAX": "1"}
     command = ["prlimit", f"--stack={128 << 20}:", sys.executable, "-c", script, "AS", str(200 << 20), "load"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

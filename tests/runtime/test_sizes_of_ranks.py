@@ -1,4 +1,4 @@
-"""Ranks that are processes and pass inconsistent sizes: all ranks raise an error soon."""
+"""Ranks that are processes pass inconsistent sizes. All ranks raise an error soon."""
 
 from __future__ import annotations
 
@@ -142,13 +142,13 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
     ],
 )
 def test_random_sizes(transport: str, by: str) -> None:
-    """After any sequence of calls, preparations and captures, the results of a call are right, or both ranks raise an error."""
+    """Calls, preparations and captures have any order. The results of a call are right, or both ranks raise an error."""
     assert on_two_ranks(RANDOM, transport, BY=by, SEED=str(len(by + transport))) == [["done True"]] * 2
 
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """Sizes that are even for one rank and uneven for the other rank. Without an error, the ranks would run different variants."""
+    """Sizes are even for one rank and uneven for the other. Without an error, the ranks would run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

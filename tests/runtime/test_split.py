@@ -32,7 +32,7 @@ def test_programs_run_in_several_at_once() -> None:
 
     def rank(rank: int) -> tuple[Any, ...]:
         group = hw.init(provider)
-        part = group.split(rank % 2, key=-rank)  # ranks 2, 0 and 3, 1
+        part = group.split(rank % 2, key=-rank)  # The parts are ranks 2, 0 and ranks 3, 1.
         assert part is not None
         mine = X[rank : rank + 1]
         for scale in (1, 2):
@@ -108,7 +108,7 @@ def test_mistakes() -> None:
 
 
 class Processes:
-    """Simulates processes: ranks that have only the store in common."""
+    """Simulates processes. The ranks share only the store."""
 
     def __init__(self, rank: int, count: int, store: Store):
         self._rank, self.count, self._store = rank, count, store

@@ -1,4 +1,4 @@
-"""Stores of a group, and rendezvous and synchronization of ranks through stores."""
+"""Stores of a group. Ranks rendezvous and synchronize through stores."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_closed_store_has_no_connection(server: TcpServer) -> None:
 
 
 def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
-    """Only the first process that ends is named, because its end may have caused the end of other processes."""
+    """The end of this process may have caused the end of other processes."""
     ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
     for rank, store in enumerate(ranks):
         store.on_disconnect("failed", f"rank {rank}".encode())
@@ -194,7 +194,7 @@ def test_a_closing_server_informs_its_clients(server: TcpServer) -> None:
     with soon(server.close), pytest.raises(StoreClosed):
         store.get("never", 30)
     with socket.create_server(("127.0.0.1", server.port)):
-        pass  # the bind succeeds because the port is free again
+        pass  # The bind succeeds, because the port is free again.
     store.close()
 
 
@@ -273,7 +273,7 @@ def test_more_descriptors_than_select_supports(tcp_store: TcpStore) -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_value_that_is_set_while_its_reader_times_out(server: TcpServer, turns: int) -> None:
-    """A value may be set while its reader times out. In any order of events, the reader gets the value or None, without an error."""
+    """In any order of events, the reader gets the value or None, without an error."""
 
     async def race() -> bytes | None:
         loop = asyncio.get_running_loop()
@@ -287,7 +287,7 @@ def test_a_value_that_is_set_while_its_reader_times_out(server: TcpServer, turns
                 server.set("key", b"value")
 
         loop.call_later(0.0101, set_after, turns)
-        time.sleep(0.03)  # the value and the time-out come at the same time
+        time.sleep(0.03)  # The value and the time-out come at the same time.
         return await reader
 
     assert asyncio.run_coroutine_threadsafe(race(), server.loop).result(10) in (b"value", None)
@@ -331,7 +331,7 @@ def test_names_of_jobs_and_tokens_are_compared_completely() -> None:
 
 
 def said_to(server: TcpServer, request: bytes) -> bytes:
-    """Returns the server's response to a request of a client that has the secret."""
+    """Returns the response of the server to a request of a client that has the secret."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     connection = store.idle[0]
     connection.settimeout(0.5)
@@ -343,7 +343,7 @@ def said_to(server: TcpServer, request: bytes) -> bytes:
 
 
 def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
-    """A process that listens on a port of the job cannot use received messages to authenticate to the job's server."""
+    """A process that listens on a port of the job cannot use received messages to authenticate to the server of the job."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1)))
@@ -354,7 +354,7 @@ def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
             with socket.create_connection(("127.0.0.1", server.port)) as relay:
                 relay.sendall(heard)
                 proof = relay.recv(100)
-                connection.sendall(bytes(len(proof)))  # a proof made without the secret
+                connection.sendall(bytes(len(proof)))  # This proof was made without the secret.
                 assert connection.recv(1000) == b""
                 relay.sendall(heard[-16:] * 2)
                 relay.settimeout(5)
@@ -420,7 +420,7 @@ def test_ranks_that_do_not_come() -> None:
     assert [str(error) for error in errors] == [
         f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
     ]
-    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the other ranks have timed out
+    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # The other ranks have timed out.
     assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
     assert all(isinstance(world, World) for world in meet_all(store, 4))
 

@@ -20,7 +20,7 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import MeasuredAlgorithms
 from hostweave.runtime.local import LocalProgram
 
-pytestmark = pytest.mark.xdist_group("tuned")  # one worker, because all measurements are cached in one file
+pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, because all measurements are cached in one file.
 
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
@@ -87,7 +87,7 @@ def test_the_fastest_algorithm_is_measured_cached_and_used() -> None:
     first, second = threads.run(on_rank)[0]
     new = {problem: number for problem, number in known(program).items() if problem not in before}
     assert set(new.values()) == {2}
-    assert len(new) == 2  # two matmuls, each measured by one rank
+    assert len(new) == 2  # There are two matmuls, and one rank measures each.
     assert min(first[:2]) >= 2 * 8
     assert first[2] == first[0] + 4
     assert second == [0, 0, 4]
@@ -98,21 +98,21 @@ def test_the_fastest_algorithm_is_measured_cached_and_used() -> None:
     saved = json.loads((folder / "algorithms.json").read_text())
     assert {problem: bytes.fromhex(saved[problem])[0] for problem in new} == new
 
-    saved.update(dict.fromkeys(new, "01" + "00" * 63))  # simulates measurements of another process
+    saved.update(dict.fromkeys(new, "01" + "00" * 63))  # This simulates measurements of another process.
     replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(saved)))
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()
     np.testing.assert_array_equal(again.run(**given), wanted(**given))
     assert runs() == [0, 4, 0]
     (lookup(ENTRY) / "algorithms.json").write_text("{}")  # type: ignore[operator]
-    assert lookup(ENTRY) is None  # a modified entry is not used
+    assert lookup(ENTRY) is None  # A modified entry is not used.
 
 
 def test_algorithms_are_measured_only_on_request() -> None:
     given = arrays(21)
     np.testing.assert_array_equal(hw.compile(mlp).run(**given), wanted(**given))
     assert runs()[1:] == [0, 0]
-    DEVICE.hw_cpu_set_algorithms(1)  # default: one algorithm
+    DEVICE.hw_cpu_set_algorithms(1)  # The default is one algorithm.
     program = hw.compile(mlp, options=hw.Options(tune=True))
     before = known(program)
     np.testing.assert_array_equal(program.run(**given), wanted(**given))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_sizes_of_ranks import on_two_ranks
 
-pytestmark = pytest.mark.xdist_group("tuned")  # one worker, because all measurements are cached in one file
+pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, because all measurements are cached in one file.
 
 SCRIPT = """
 import ctypes
@@ -50,5 +50,5 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 
 
 def test_only_one_rank_binds_new_arrays(tmp_path: Path) -> None:
-    """If only one rank binds new arrays, ranks exchange nothing. The test has a separate cache, without measurements of other tests."""
+    """In this case, ranks exchange nothing. The test has a separate cache, without measurements of other tests."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]

@@ -22,7 +22,7 @@ int main() {
 #define CHECK(name) std::printf("%s %lld\n", #name, (long long)(name));
 #include "enum_values.inc"
   std::uint64_t bf16 = 0, f16 = 0, back = 0;
-  for (std::uint64_t i = 0; i < (1ull << 32); i += 997) {  // a step that visits every exponent and rounding case
+  for (std::uint64_t i = 0; i < (1ull << 32); i += 997) {  // This step visits every exponent and rounding case.
     const auto pattern = static_cast<std::uint32_t>(i);
     float value;
     std::memcpy(&value, &pattern, sizeof value);
@@ -38,7 +38,7 @@ int main() {
     for (const float value : {__half2float(half), __bfloat162float(bfloat)}) {
       std::uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
-      if (value != value) bits = 1;  // the NaN payload depends on the machine
+      if (value != value) bits = 1;  // The payload of a NaN depends on the machine.
       back = back * 1099511628211ull + bits;
     }
   }

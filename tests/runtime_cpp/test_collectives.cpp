@@ -115,10 +115,10 @@ TEST(all_reduce_of_every_type) {
 TEST(narrow_floats_accumulate_in_float) {
   with_comm(4, [](int r, ncclComm_t comm, cudaStream_t s) {
     const Buffer<__nv_bfloat16> x(1);
-    const __nv_bfloat16 term = __float2bfloat16(r == 0 ? 256.f : 1.f);  // 256 + 1 is 256 in bf16
+    const __nv_bfloat16 term = __float2bfloat16(r == 0 ? 256.f : 1.f);  // 256 + 1 is 256 in bf16.
     OK(cudaMemcpyAsync(x, &term, 2, cudaMemcpyHostToDevice, s));
     OK(ncclAllReduce(x, x, 1, ncclBfloat16, ncclSum, comm, s));
-    EXPECT(__bfloat162float(fetch<__nv_bfloat16>(x, 1, s)[0]) == 260.f);  // 259, rounded to even once
+    EXPECT(__bfloat162float(fetch<__nv_bfloat16>(x, 1, s)[0]) == 260.f);  // 259 is rounded to even once.
   });
 }
 
@@ -273,7 +273,7 @@ TEST(sends_outside_a_group_block) {
     const std::string report = report_of(mode, 2, exchange, &config);
     EXPECT_IN("rank 0 stream 1: send x over communicator ", report);
     EXPECT_IN("waits for rank 1", report);
-    config.buffered_sends = 1;  // with buffering, as in NCCL for small messages, the same program ends
+    config.buffered_sends = 1;  // With buffering, as in NCCL for small messages, the same program ends.
     configure(config);
     const ncclUniqueId id = new_id();
     const std::string error = run_ranks(2, [&](int r) {
@@ -363,10 +363,10 @@ TEST(a_rank_that_never_comes) {
     configure(config);
     const ncclUniqueId id = new_id();
     ncclComm_t comm;
-    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // other ranks are unknown to an unattached thread
+    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // An unattached thread does not know other ranks.
     EXPECT_IN("no progress for", hw_cpu_last_report());
     EXPECT_IN("all 2 ranks of", hw_cpu_last_report());
-    configure(config);  // clears the failure
+    configure(config);  // This clears the failure.
   }
 }
 
@@ -394,7 +394,7 @@ TEST(bad_arguments) {
   const Buffer x(4);
   EXPECT(ncclAllReduce(far, x, 4, ncclFloat32, ncclSum, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT_IN("memory of device 1 in an op of device 0", ncclGetLastError(comms[0]));
-  EXPECT(ncclAllGather(x, x, 4, ncclFloat32, comms[0], nullptr) == ncclInvalidArgument);  // the result exceeds the buffer
+  EXPECT(ncclAllGather(x, x, 4, ncclFloat32, comms[0], nullptr) == ncclInvalidArgument);  // The result exceeds the buffer.
   EXPECT(ncclSend(x, 4, ncclFloat32, 2, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT(ncclBroadcast(x, x, 4, ncclFloat32, -1, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT(ncclAllReduce(x, x, 4, ncclNumTypes, ncclSum, comms[0], nullptr) == ncclInvalidUsage);

@@ -16,7 +16,7 @@ from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
 HERE = Path(__file__).resolve().parent
-pytestmark = pytest.mark.xdist_group("cpu_device")  # so that one worker compiles the programs once
+pytestmark = pytest.mark.xdist_group("cpu_device")  # One worker compiles the programs once.
 FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
 
 
@@ -32,7 +32,7 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """Installed library of the CPU device, and the flags to compile and link programs with this library."""
+    """Installed library of the CPU device, and the flags to compile and link programs with it."""
 
     def __init__(self, folder: Path) -> None:
         require_native()
@@ -51,7 +51,7 @@ SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "tes
 def suites_command(device: Device) -> list[str | Path]:
     """Command that builds all suites as one program, so that headers are parsed once.
 
-    The files that call functions of a target are compiled with those of the CUDA target. The library contains those of the CPU target.
+    The program contains the CUDA target's versions of target-specific files. The library contains the CPU target's versions.
     """
     merged = device.folder / "suites.cpp"
     names = ("device_lease", "instance", "member", "signals_cuda", "staging", "target_cuda")
@@ -63,8 +63,8 @@ def suites_command(device: Device) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Command that builds straighten_cuda.cpp with a fake CUDA runtime. The graphs of the fake runtime are plain data, and may have nodes
-    of unknown kinds."""
+    """Command that builds straighten_cuda.cpp with a fake CUDA runtime. Graphs of the fake are plain data, and may have nodes of unknown
+    kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]
@@ -78,7 +78,7 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """The device and its test programs. One worker builds them in the cache of the session, and other workers wait."""
+    """The device and its test programs. One worker builds them in the cache of the session. Other workers wait."""
     return Device(get_or_make("cpu_device", build_all))
 
 
@@ -113,7 +113,7 @@ def test_dropped_wait_gives_wrong_answers(device: Device, dropped: str, ordered:
     redundant = ordered == 1 and dropped in (
         "fork=2",
         "fork=3",
-    )  # the communicator's ops on streams 2 and 3 follow its ops on streams 0 and 1
+    )  # The ops of the communicator on streams 2 and 3 follow its ops on streams 0 and 1.
     assert (outcome["wrong"] > 0) != redundant
 
 
@@ -153,7 +153,7 @@ def test_values_are_those_of_the_real_headers(tmp_path: Path, real_headers: list
     source = HERE / "header_values.cpp"
     ours, theirs = tmp_path / "our_values", tmp_path / "real_values"
     build = ["g++", "-std=c++20", "-O2", source]
-    # The host functions that convert floats are inline in the real headers, too, so no library is needed.
+    # In the real headers, the host functions that convert floats are also inline, so no library is needed.
     compile_all([[*build, f"-I{CPU / 'include'}", "-o", ours], [*build, *real_headers, "-o", theirs]])
     assert run([ours]) == run([theirs])
 

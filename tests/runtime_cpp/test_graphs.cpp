@@ -54,7 +54,7 @@ TEST(nothing_runs_before_the_launch_and_everything_in_each) {
     OK(add_one(x, a));
     const Graph graph(end(a));
     EXPECT(fetch<float>(x, 1, launch)[0] == 0);
-    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // one graph's launches run in order
+    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // Launches of one graph run in order.
     OK(cudaStreamSynchronize(a));
     const std::vector<float> result = fetch<float>(x, 2, launch);
     EXPECT(result[0] == 6 && result[1] == 5);
@@ -98,7 +98,7 @@ TEST(communications_are_matched_when_they_are_launched) {
           OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
           const Graph graph(end(s));
           OK(set(x, static_cast<float>(1 + rank), 1, s));
-          if (rank == 0) {  // a launch on one rank matches a call on the other
+          if (rank == 0) {  // A launch on one rank matches a call on the other.
             OK(cudaGraphLaunch(graph.exec, s));
             OK(cudaGraphLaunch(graph.exec, s));
           } else {

@@ -42,7 +42,7 @@ TEST(a_plan_that_a_graph_uses_is_not_evicted) {
 }
 
 TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
-  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);  // in seeded mode, a kernel cannot wait for this thread
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);  // In seeded mode, a kernel cannot wait for this thread.
   config.workers = 2;
   configure(config);
   const std::string error = run_ranks(1, [](int) {
@@ -68,11 +68,11 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     OK(calls.begin_call(held));
     OK(hw_cpu_launch("held", held, wait, nullptr, 0, nullptr, 0));
     OK(calls.end_call(held));
-    OK(cudaGraphLaunch(exec, launching));  // this launch waits for no call
+    OK(cudaGraphLaunch(exec, launching));  // This launch waits for no call.
     OK(cudaStreamSynchronize(launching));
     EXPECT(done.exchange(false));
     OK(calls.begin_call(launching));
-    OK(cudaGraphLaunch(exec, launching));  // this launch waits for the previous launch
+    OK(cudaGraphLaunch(exec, launching));  // This launch waits for the previous launch.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT(!done);
     go = true;

@@ -1,4 +1,4 @@
-// Compiles target_cuda.cpp for the CPU device, to test ranks as on GPUs, where only the watchdog can detect a hang.
+// Compiles target_cuda.cpp for the CPU device, to test ranks as on GPUs. There, only the watchdog can detect a hang.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -129,7 +129,7 @@ struct Calls {
   }
 };
 
-// If one rank sends nothing, progress shows that the other ranks wait. Their calls end soon after an abort.
+// One rank sends nothing. Progress shows that the other ranks wait. Their calls end soon after an abort.
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);
@@ -143,7 +143,7 @@ void expect_an_end(bool rank_blocks) {
   auto given_up = std::chrono::steady_clock::time_point();
   const auto errors = ranks.each(run, [&] {
     while (ranks.waiting(2) < 0.3) std::this_thread::sleep_for(10ms);
-    EXPECT(ranks.instances[2]->progress().done == 2);  // the two calls of the first round
+    EXPECT(ranks.instances[2]->progress().done == 2);  // These are the two calls of the first round.
     given_up = std::chrono::steady_clock::now();
     ranks.abort();
   });
@@ -186,7 +186,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   }
   OK(cudaStreamSynchronize(stream));
   const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
-    float* const first = r == 0 ? *x[1] : *y[r];  // rank 0 overwrites the second call's input of rank 1
+    float* const first = r == 0 ? *x[1] : *y[r];  // Rank 0 overwrites the input of rank 1 for the second call.
     return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
   };
   for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());
@@ -199,7 +199,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   OK(cudaSetDevice(0));
 }
 
-// Exit status of a process that exits while it creates a channel of `ranks` ranks. Only one of the ranks exists.
+// Exit status of a process that exits while it creates a channel of `ranks` ranks. Only one of these ranks exists.
 int status_after_a_channel(int ranks) {
   const pid_t child = fork();
   if (child == 0) {
@@ -213,7 +213,7 @@ int status_after_a_channel(int ranks) {
       hw::target::make_channel({.mesh = "mesh(x=2)", .axes = "x", .key = "x", .size = ranks}, id, 0, 10, aborted);
     } catch (const hw::ExecutionError&) {
     }
-    hw::finish_background(ranks == 1 ? 60 : 0.5);  // a channel of one rank is always created
+    hw::finish_background(ranks == 1 ? 60 : 0.5);  // A channel of one rank is always created.
     std::exit(3);
   }
   int status = 0;
@@ -223,7 +223,7 @@ int status_after_a_channel(int ranks) {
 
 TEST(objects_that_a_waiting_thread_may_use_are_not_destroyed_at_the_exit) {
   testing::configure(testing::config_of(HW_CPU_PARALLEL, kRanks));
-  hw::finish_background(60);  // a fork inherits the count of running threads of earlier tests, but not the threads
+  hw::finish_background(60);  // A fork inherits the count of running threads of earlier tests, but not the threads.
   EXPECT(status_after_a_channel(1) == 7);
   EXPECT(status_after_a_channel(2) == 3);
 }

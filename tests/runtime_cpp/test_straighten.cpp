@@ -1,4 +1,4 @@
-// Straightening a graph preserves the order of its nodes.
+// A straightened graph keeps the order of its nodes.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -18,7 +18,7 @@ Pairs pairs_of(const std::vector<Edge>& edges) {
   return pairs;
 }
 
-// The order that the edges imply for the starts and the ends of nodes.
+// Order of the starts and ends of nodes, as implied by the edges.
 using Moment = std::pair<size_t, bool>;  // a node, and true for its end
 std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, const std::vector<bool>& left_out) {
   const size_t nodes = left_out.size();
@@ -46,8 +46,8 @@ std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, con
 }  // namespace
 
 TEST(communications_of_a_row_of_kernels_are_in_the_row) {
-  // A graph with kernels 0, 2, 5 and 8, and communications 3 and 6 with events. NCCL's stream is forked from 0, and joined after
-  // each communication.
+  // A graph with kernels 0, 2, 5 and 8, and with communications 3 and 6 with events. The stream of NCCL forks from 0, and joins
+  // after each communication.
   enum { wait = 1, record = 4, wait_again = 7, record_again = 9 };
   const std::vector<Edge> edges{{0, 2, Edge::programmatic},
                                 {2, 3},
@@ -78,7 +78,7 @@ TEST(the_order_of_random_graphs_stays) {
   std::mt19937 random(0);
   for (int trial = 0; trial < 300; ++trial) {
     const size_t nodes = 2 + random() % 11;
-    std::vector<size_t> number(nodes);  // so that the numbers of nodes are not in the order of the edges
+    std::vector<size_t> number(nodes);  // The numbers of nodes are not in the order of the edges.
     for (size_t i = 0; i < nodes; ++i) number[i] = i;
     std::ranges::shuffle(number, random);
     std::vector<bool> left_out(nodes);
@@ -100,7 +100,7 @@ TEST(the_order_of_random_graphs_stays) {
       if (edge.given) EXPECT(edges[*edge.given].from == edge.from && edges[*edge.given].kind == edge.kind);
       std::vector<Edge> without = straight;
       without.erase(without.begin() + i);
-      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // no edge is redundant
+      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // No edge is redundant.
     }
   }
 }

@@ -1,5 +1,4 @@
-// Nodes of unknown type are kept, and the graph is straightened before and after them. If this is impossible, the graph does not
-// change.
+// Nodes of unknown type are kept. The graph is straightened before and after them, or does not change if this is impossible.
 #include <cstdio>
 #include <set>
 #include <string>
@@ -38,7 +37,7 @@ void a_node_of_unknown_kind_stays_in_its_row() {
   Stream idle;
   cudaGraph_t graph = row_with(kUnknown);
   const hw::LaunchEvents events = hw::straighten(graph, &idle);
-  EXPECT((edges_of(graph) == std::set<std::pair<int, int>>{{0, 2}, {2, 100}}));  // 100 is the kernel that replaces the memset
+  EXPECT((edges_of(graph) == std::set<std::pair<int, int>>{{0, 2}, {2, 100}}));  // 100 is the kernel that replaces the memset.
   EXPECT(events.awaited == std::vector{event(0)} && events.recorded == std::vector{event(1)});
   EXPECT(cudaGetLastError() == cudaSuccess);
   cudaGraphDestroy(graph);

@@ -14,7 +14,7 @@ TEST(wait_binds_to_the_record_at_the_time_of_the_call) {
     OK(set(x, 1, 1, a));
     OK(cudaEventRecord(e, a));
     OK(cudaStreamWaitEvent(b, e));
-    OK(cudaEventRecord(e, b));  // a stream must not wait for a later record on the same stream
+    OK(cudaEventRecord(e, b));  // A stream must not wait for a later record on the same stream.
     EXPECT(fetch<float>(x, 1, b)[0] == 1);
   });
 }
@@ -49,8 +49,8 @@ TEST(legacy_default_stream_orders_blocking_streams) {
     const Stream before(cudaStreamDefault), after(cudaStreamDefault);
     const Buffer x(1), y(1);
     OK(set(x, 3, 1, before));
-    OK(cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToDevice, nullptr));  // waits for `before`
-    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // `after` waits for the copy
+    OK(cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToDevice, nullptr));  // This waits for `before`.
+    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // `after` waits for the copy.
   });
 }
 
@@ -202,7 +202,7 @@ TEST(a_pointer_belongs_to_the_device_of_the_op) {
   EXPECT(set(near, 1, 5, s) == cudaErrorInvalidValue);
   EXPECT_IN("bytes 0 to 20 of an allocation of 16", cudaGetErrorString(cudaErrorInvalidValue));
   OK(cudaMemsetAsync(near, 0, 16, s));
-  OK(cudaMemcpyAsync(far, near, 16, cudaMemcpyDeviceToDevice, s));  // copies between devices are allowed
+  OK(cudaMemcpyAsync(far, near, 16, cudaMemcpyDeviceToDevice, s));  // Copies between devices are allowed.
   OK(cudaDeviceEnablePeerAccess(1, 0));
   OK(cudaStreamSynchronize(s));
   OK(set(far, 1, 4, s));
@@ -278,8 +278,8 @@ TEST(neighbouring_bytes_do_not_conflict) {
   on_ranks(1, [](int) {
     const Stream a, b;
     const Buffer<unsigned char> x(64), y(64), z(64);
-    OK(cudaMemcpy2DAsync(x, 8, y, 4, 4, 8, cudaMemcpyDeviceToDevice, a));      // writes the left half of every row
-    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // writes the right half of every row
+    OK(cudaMemcpy2DAsync(x, 8, y, 4, 4, 8, cudaMemcpyDeviceToDevice, a));      // This writes the left half of every row.
+    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // This writes the right half of every row.
     OK(cudaDeviceSynchronize());
   });
 }

@@ -191,7 +191,7 @@ def test_lower_to_host(case: str) -> None:
 
 @pytest.mark.parametrize(("chunks", "streams"), [((2, 3), 3), ((3, 2), 3), ((2, 8), 4), ((1, 1), 1)])
 def test_no_more_streams_than_iterations_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
-    """The number of streams is at most the number of iterations of the longest loop, in functions and in their callers."""
+    """The number of streams is at most the number of iterations of the longest loop in functions and their callers."""
     inner, outer = (f"stream(M, {count})" for count in chunks)
     stage = Fusion.parse(f"""\
 function @b(%x: f32[M]) {{

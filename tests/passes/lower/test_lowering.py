@@ -78,7 +78,7 @@ def test_a_gather_joins_the_loop_of_its_consumer() -> None:
 
 
 def test_operands_are_computed_in_the_result() -> None:
-    """If a matmul computes an operand of a concat, all operands are written to slices of the result. Otherwise one kernel computes the
+    """If a matmul computes an operand of a concat, all operands are written to slices of the result. Otherwise, one kernel computes the
     concat."""
     for first in ("matmul(%x, %x)", "exp(%x)"):
         ops = f"%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = {first}\n%y: f32[2*M, M] = concat(%a, %b, axis=0)"
@@ -103,7 +103,7 @@ def test_a_value_used_only_in_its_loop_has_memory_for_one_chunk() -> None:
 
 
 def test_a_value_transposed_in_its_loop_has_memory_for_all_chunks() -> None:
-    """A value that is transposed in its loop is stored for all chunks, because the transpose is a view of the whole value."""
+    """The transpose is a view of the whole value, so the value is stored for all chunks."""
     ops = """
         %h: f32[M, N] stream(N, 4) = negative(%x)
         %t: f32[N, M] stream(N, 4) = permute_dims(%h, axes=(1, 0))

@@ -63,7 +63,7 @@ def test_a_transfer_of_a_slice_reads_the_whole_tensor() -> None:
         (hw.f32["M@x", "N"].on(B), ["reduce_scatter", "transfer"]),
         (hw.f32["M", "N"].on(ALL.ranks([1])), ["reduce"]),
         (hw.f32["M", "N"].on(ALL.ranks([3])), ["reduce", "transfer"]),
-        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # after the all_reduce each rank has the result
+        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # After the all_reduce, each rank has the result.
         (hw.f32["M", "N@x"], ["reduce_scatter", "transfer"]),
     ],
 )
@@ -82,7 +82,7 @@ def test_routes_of_a_transfer() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
     assert found.share(2) == Fraction(5, 2)
-    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks have the tensor, and each sends it once
+    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # Two ranks have the tensor, and each sends it once.
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
@@ -168,7 +168,7 @@ def test_a_replicated_value_is_not_copied_to_a_mesh_of_its_ranks() -> None:
 
 
 def test_a_view_is_made_again_in_a_second_body_of_its_mesh() -> None:
-    """The slice of %x is made in each of two `on` bodies, because the C++ scope of the first body has ended."""
+    """Each of two `on` bodies makes the slice of %x, because the C++ scope of the first body has ended."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
           %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
@@ -342,7 +342,7 @@ def test_an_even_dim_is_received_whole_with_an_uneven_one() -> None:
         ),
         Options(),
     )
-    assert host.uneven == ("M",)  # N is not in the list, because `.stream` needs it even
+    assert host.uneven == ("M",)  # N is not in the list, because `.stream` needs an even N.
     x, v = np.arange(7 * 78, dtype=np.float32).reshape(7, 78), np.arange(78, dtype=np.float32)
     spec = hw.f32["M@c", "N@d"].on(new)
     for rank, outputs in enumerate(interpret(host, {"x": x, "v": v})):

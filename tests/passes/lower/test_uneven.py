@@ -21,7 +21,7 @@ GATHER = "%y: f32[M, K] pinned = reshard(%x)"
         ("%x: f32[M@x, K]", GATHER, ("M",)),
         ("%x: f32[M@x, K]", "%y: f32[M, K@x] pinned = reshard(%x)", ("M", "K")),
         ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(M, 8)"), ()),
-        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(K, 2)"), ()),  # loops need even shards
+        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(K, 2)"), ()),  # Loops need even shards.
         ("%x: f32[M@x, K@y]", "%y: f32[K@y] = mean(%x, axis=(0,))", ("M", "K")),
         ("%x: f32[M@x,y, K]", "%y: f32[M@x, K] pinned = reshard(%x)", ()),
         ("%x: f32[M@x, 4]", "%y: f32[M/2@x, 8] = reshape(%x)", ()),
@@ -32,7 +32,7 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
 
 
 def test_a_stream_over_ints_that_ranks_share_unevenly() -> None:
-    """The size of a streamed dim is an int that the ranks do not divide. The op is then not in a loop, and a warning reports this."""
+    """The ranks do not divide the int size of the streamed dim. So the op is not in a loop, and a warning reports this."""
     with pytest.warns(OverlapWarning, match="4 ranks do not split the size 10 of dim 0 of %x_gathered evenly, so no loop is formed"):
         program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10@x, K] stream(0, 2) = negative(%x)", mesh="x=4"), Options())
     assert "for %i" not in str(program)

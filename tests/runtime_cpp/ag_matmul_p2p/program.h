@@ -4,7 +4,7 @@
 
 namespace ag_matmul {
 
-inline int64_t D = 8;  // size of mesh axis x; tests change it
+inline int64_t D = 8;  // size of mesh axis x; tests change this size
 
 struct Inputs {
   hw::Tensor x;  // bf16[M@x, K]: this rank's M / 8 rows
@@ -17,9 +17,9 @@ struct Outputs {
 class Program {
  public:
   explicit Program(hw::Rank& rank);
-  // Allocates and plans for these shapes. Every rank must prepare before any rank runs.
+  // Allocates and plans for these shapes. Every rank prepares before any rank runs.
   void prepare(const Inputs& in);
-  // Enqueues the program in order on `caller`.
+  // Enqueues the program on `caller`, after earlier work.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
  private:

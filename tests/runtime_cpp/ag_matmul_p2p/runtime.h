@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests: fork or join omits the wait of one stream, or matmuls run on the next stream.
+// Faults for tests. `fork` or `join` omits the wait of one stream. `next` runs matmuls on the next stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;
@@ -116,7 +116,7 @@ class Rank {  // resources of one rank: its channels, library handles, and a GEM
   std::vector<void*> workspaces_;
 };
 
-class Streams {  // a ring of streams that fork from the caller's stream and join it, with events made once
+class Streams {  // a ring of streams that fork from the caller's stream and join it; events are made once
  public:
   Streams(Rank& rank, int n) : rank_(rank), streams_(n), events_(n) {
     for (auto& s : streams_) HW_CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));

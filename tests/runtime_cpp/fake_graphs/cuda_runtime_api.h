@@ -1,5 +1,5 @@
-// Fake of the CUDA runtime functions that straighten_cuda.cpp uses, on graphs that are plain data. For a node of unknown kind
-// this runtime returns no type, as CUDA does for nodes of stream memory operations.
+// Fake of the CUDA runtime functions that straighten_cuda.cpp uses. Its graphs are plain data. For a node of unknown kind, the
+// fake returns no type, as CUDA does for nodes of stream memory operations.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -35,7 +35,7 @@ struct cudaMemsetParams {
 using cudaEvent_t = struct Event*;
 struct Node {
   cudaGraphNodeType type;
-  int name = 0;  // the same in a clone
+  int name = 0;  // The name is the same in a clone.
   cudaEvent_t event = nullptr;
 };
 using cudaGraphNode_t = Node*;
