@@ -22,12 +22,11 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# a wheel has these folders inside the package, but their code counts as the user's
+# in the package of a wheel, but the user's code
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 
 def is_of_package(frame: FrameType) -> bool:
-    """True if a frame runs code of this package, not code of the user."""
     file = frame.f_code.co_filename
     return file.startswith(_PACKAGE) and not file.startswith(_AS_USERS)
 
@@ -45,7 +44,7 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """Location that `stated_location` sets, or else of the innermost frame outside of this package and of the paths `others`."""
+        """Location of `stated_location`, or else of the innermost frame outside of this package and of the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
@@ -61,7 +60,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line in errors. Graphs that were recorded earlier need this: their lines are no longer on the stack."""
+    """Makes `location` the user's line in errors, for recorded graphs, whose lines are no longer on the stack."""
     token = _stated.set(location)
     try:
         yield
@@ -123,7 +122,7 @@ class OverlapWarning(UserWarning):
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, or the name of its class if the text is empty, as for KeyboardInterrupt."""
+    """Text of an error, or the name of its class, as for KeyboardInterrupt, whose text is empty."""
     return str(error) or type(error).__name__
 
 
@@ -136,19 +135,19 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Remedy for an unknown word: the most similar known word, or the list of all."""
+    """Remedy for an unknown word: the most similar one, or the list of all."""
     known = list(known)
     return closest_word(word.lower(), known) or f"one of {', '.join(known)}"
 
 
 def closest_word(word: str, known: Iterable[str], similarity: float = 0.65) -> str | None:
-    """Remedy `did you mean WORD?` for the most similar known word, or None if all similarities (0 to 1) are less than `similarity`."""
+    """Remedy `did you mean WORD?`, or None if no word has at least this similarity (0 to 1)."""
     matches = get_close_matches(word, known, 1, similarity)
     return f"did you mean {matches[0]}?" if matches else None
 
 
 def optional(module: str, user: str) -> Any:
-    """Imports a module of an optional dependency. `user` names the feature in the error MissingPackage."""
+    """Imports a module of an optional package. Raises MissingPackage, which names the feature `user`."""
     package = module.partition(".")[0]
     try:
         return import_module(module)

@@ -1,4 +1,4 @@
-"""Makes os.fork safe: in the child, registered locks are free, and no late import of the package is half done."""
+"""Makes os.fork safe: registered locks are free in the child, and no late import of the package is half done."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
 import os
@@ -10,17 +10,17 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; without a limit, an import that waits for the forking thread would deadlock
+_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; limited, because an import may wait for the forking thread
 
-importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for this lock
-# Held while a process starts. A fork waits for this lock, because the child would inherit and keep open the pipe of that process.
+importing = threading.RLock()  # held during late imports; a fork waits for it
+# Held while a process starts. A fork waits for it, because the child would keep the pipe of that process open.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()
 
 
 def reset_after_fork(lock: _Lock) -> _Lock:
-    """Registers a lock to be free in the child after each fork. Returns the lock."""
+    """Makes a lock free in the child after each fork. Returns the lock."""
     _locks.add(lock)
     return lock
 
@@ -40,7 +40,7 @@ def _in_child() -> None:
 
 
 def _locks_of_properties() -> list[Any]:
-    """Locks of cached properties, which only Python before 3.12 has."""
+    """Locks of cached properties, in Python before 3.12."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("hostweave.")]
     classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
     properties = (one for owner in classes for one in vars(owner).values() if isinstance(one, cached_property))

@@ -1,7 +1,7 @@
 """Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
-Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. Therefore
-another thread does the work, and the main thread only waits. Interrupted work stops when it next calls `expect_not_interrupted`.
+Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. So another
+thread does the work, and the main thread waits. Interrupted work stops at its next call of `expect_not_interrupted`.
 """
 
 import time
@@ -15,9 +15,9 @@ from hostweave.base.shortages import expect_memory, explains_shortages
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.05  # seconds between two checks of a wait for a reason to end
-_THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
-_WAIT_TIMEOUT = 15.0  # seconds that interrupted work gets to end
+POLL_SECONDS = 0.05  # seconds between checks during a wait
+_THREAD_BYTES = 4 << 20  # memory that a thread may need in addition to its stack
+_WAIT_TIMEOUT = 15.0  # seconds for interrupted work to end
 
 
 class Interrupted(BaseException):
@@ -28,15 +28,15 @@ class _Task(Generic[T]):
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._context: Context | None = copy_context()
-        self._started, self._finished = Lock(), Lock()  # the first thread that takes `_started` decides whether the work starts
+        self._started, self._finished = Lock(), Lock()  # the work starts only if `run` is the first to take `_started`
         self._finished.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_done = False
-        self.reason = ""  # why the work must stop; empty while the work may continue
+        self.reason = ""  # why the work must stop, or ""
 
     def start(self) -> None:
-        expect_memory(_THREAD_BYTES)  # a thread that cannot allocate memory would end without an error
+        expect_memory(_THREAD_BYTES)  # a thread without memory would end without an error
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
         except RuntimeError:  # some Python versions cannot start threads during shutdown
@@ -48,7 +48,7 @@ class _Task(Generic[T]):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
-            del work, context  # drop these references before the caller continues, so that the caller is the last owner
+            del work, context  # so that the caller is the last owner
             self.is_done = True
         self._finished.release()
 
@@ -61,15 +61,15 @@ class _Task(Generic[T]):
                 self._error = error
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` for the end of the work. Returns True if the work has ended. Polls, because an interrupt right after a lock
-        was taken would leave the lock taken forever."""
+        """Waits up to `seconds` for the end of the work. Polls, because an interrupt right after a lock was taken would leave the lock
+        taken. Returns True if the work has ended."""
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
             self._finished.acquire(timeout=min(POLL_SECONDS, left))
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Requests the work to stop, and waits up to 15 seconds for its end. A second Ctrl-C ends this wait."""
+        """Makes the work stop, and waits up to 15 seconds for its end. A second Ctrl-C ends this wait."""
         self.reason = reason
         if self._started.acquire(blocking=False):
             return
@@ -78,7 +78,7 @@ class _Task(Generic[T]):
         self.wait(_WAIT_TIMEOUT)
 
     def release(self) -> None:
-        """Drops the result, and the error, whose traceback refers to this task."""
+        """Drops the result, and the error, whose traceback refers to the task."""
         self._error = self._result = None
 
     def result(self) -> T:
@@ -97,10 +97,10 @@ _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=N
 
 @explains_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
-    """Returns the result of `work`. The main thread lets another thread run the work.
+    """Returns the result of `work`, which another thread runs if this is the main thread.
 
-    If a signal raises an exception in the main thread meanwhile, `stop(reason)` is called to end waits of the work. The exception is raised
-    again when the work has ended, at the latest after 15 seconds.
+    If a signal raises an exception in the main thread, `stop(reason)` ends waits of the work. The exception is raised again when the work
+    has ended, at the latest after 15 seconds.
     """
     if get_ident() != main_thread().ident:
         return work()
@@ -120,8 +120,8 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, which another thread runs. If the time is over, raises TimeoutError, and the work continues until it
-    next calls `expect_not_interrupted`."""
+    """Returns the result of `work`, which another thread runs. Raises TimeoutError after `seconds`. The work then runs until its next call
+    of `expect_not_interrupted`."""
     task, deadline = _Task(work), time.monotonic() + seconds
     try:
         task.start()
@@ -143,14 +143,14 @@ def expect_not_interrupted() -> None:
 
 
 def in_current_context(work: Callable[..., T]) -> Callable[..., T]:
-    """Binds `work` to the current context, so that threads of a pool are interrupted together with the current work."""
+    """Binds `work` to the current context, so that threads of a pool are interrupted with the current work."""
     context = copy_context()
     return lambda *arguments: context.copy().run(work, *arguments)
 
 
 @contextmanager
 def acquired(lock: Any) -> Iterator[None]:
-    """Context that holds a lock. An interrupt ends the wait for the lock."""
+    """Holds a lock. An interrupt ends the wait for it."""
     while not lock.acquire(timeout=POLL_SECONDS):
         expect_not_interrupted()
     try:

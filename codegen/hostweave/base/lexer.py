@@ -10,7 +10,7 @@ from hostweave.base.errors import ParseError
 
 T = TypeVar("T")
 
-MAX_DEPTH = 64  # deepest nesting of bodies and parentheses, because parsers and passes recurse at each level
+MAX_DEPTH = 64  # nesting of bodies and parentheses; parsers and passes recurse at each level
 MAX_INT = 2**63 - 1  # largest size, because C++ has sizes in int64_t
 
 _TOKEN = re.compile(
@@ -102,7 +102,7 @@ class Lexer:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Enters one more nesting level: a body, or a pair of parentheses."""
+        """Enters a nesting level: a body, or parentheses."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self.fail(f"more than {MAX_DEPTH} nested bodies or parentheses; reduce the nesting")

@@ -11,8 +11,8 @@ INFINITE = 1 << 200  # more than any sum of capacities
 
 
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
-    """Returns the nodes on the source side of a minimum cut. Among several minimum cuts, chooses the one with the smallest source side. The
-    cut contains an edge `(a, b, capacity)` if `a` is on the source side and `b` is not."""
+    """Returns the nodes on the source side of a minimum cut, the one with the smallest source side. The cut has the edges `(a, b,
+    capacity)` from this side to the other."""
     residual: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:
         residual[a][b] = residual[a].get(b, 0) + capacity
@@ -30,7 +30,7 @@ def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
 
 
 def _shortest_paths(residual: dict[N, dict[N, int]], source: N) -> dict[N, N]:
-    """Maps each node that is reachable through residual capacity to its predecessor on a shortest path."""
+    """Maps each reachable node to its predecessor on a shortest path."""
     predecessors, queue = {source: source}, deque([source])
     while queue:
         a = queue.popleft()

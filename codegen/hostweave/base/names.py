@@ -5,7 +5,7 @@ from collections.abc import Container
 
 
 def unique_name(base: str, used: Container[str]) -> str:
-    """Returns `base`, or the first of `base_2`, `base_3`, ... that is not used. If `y` and `y_2` are used, `y_2` becomes `y_3`."""
+    """Returns `base`, or the first unused name of `base_2`, `base_3`, ... If `y` and `y_2` are used, `y_2` becomes `y_3`."""
     if base not in used:
         return base
     stem, _, number = base.rpartition("_")

@@ -1,6 +1,6 @@
 """Paths of the package's files. The files are next to the code in a wheel, and at the root of a source tree.
 
-In an editable installation, the code is in the source tree, and build results are in site-packages. `__path__` contains these two folders.
+In an editable installation, the code is in the source tree, and build results are in site-packages; `__path__` has both.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
-# headers for generated programs, and headers for the driver that Python calls
+# for generated programs, and for the driver that Python calls
 RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")
 RUNTIME_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 EXAMPLES = _ROOT / "examples"

@@ -2,7 +2,7 @@
 
     hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
 
-There is no progress line if stderr is not a terminal. To see the records, set a level and a handler of `logging.getLogger("hostweave")`.
+There is no progress line if stderr is not a terminal.
 """
 
 import logging
@@ -23,7 +23,7 @@ _CLEAR = "\r\033[K"  # moves to the first column, and clears the line
 
 
 class _Line:
-    """The progress line: the outermost work, when it began, and its steps."""
+    """State of the progress line: the outermost work, its start, and its steps."""
 
     def __init__(self) -> None:
         self.lock = reset_after_fork(threading.Lock())
@@ -35,8 +35,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of a `with` block as the work `what`. In a nested block, steps count for the outermost block, and only the logger
-    shows `what`."""
+    """Shows the progress of a `with` block. Steps count for the outermost block, and only the logger shows nested ones."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:

@@ -1,4 +1,4 @@
-"""Remedies for shortages of resources, such as disk space or memory. Patterns find the shortage in the text of an error."""
+"""Remedies for shortages, such as of disk space or memory, that the text of an error reports."""
 
 import mmap
 import re
@@ -11,13 +11,13 @@ from hostweave.base.errors import ExecutionError, HostweaveError, reason_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# a linker maps its output file, so a full disk causes a bus error
+# a full disk causes a bus error, because a linker maps its output file
 _DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"
 _FILES = r"Too many open files"
 _SIZE = r"File too large|File size limit exceeded|signal 25\b"
 _MEMORY = (
     r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|bad_alloc|MemoryError|failed to map segment|cannot map zero-fill pages"
-    r"|Killed signal|signal 9\b"  # the kernel kills a process if memory is short
+    r"|Killed signal|signal 9\b"
 )
 _GPU = r"CUDA out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|Out of memory allocating [\d,]+ bytes"  # torch, CUDA, CuPy
 _THREADS = r"can't start new thread|Resource temporarily unavailable"
@@ -46,7 +46,7 @@ def expect_memory(count: int) -> None:
 
 
 def explains_shortages(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: an error that reports a shortage becomes an ExecutionError with a remedy."""
+    """Decorator: an error that reports a shortage becomes an ExecutionError with a remedy."""
 
     @wraps(function)
     def wrapper(*arguments: P.args, **named: P.kwargs) -> T:

@@ -13,26 +13,26 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_CHARACTERS = 120  # longest call pattern, such as `matmul(a, b)`, that a message shows
+MAX_CHARACTERS = 120  # longest usage, such as `matmul(a, b)`, in a message
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function: arguments that do not fit its parameters raise ProgramError. NumPy integers become ints."""
+    """Decorator: arguments that do not fit the parameters raise ProgramError, and NumPy integers become ints."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
         args, options = with_ints(args), with_ints(options)
         try:
             if any(map(_has_bools, (*args, *options.values()))) and (problem := _wrong_type_of(function, args, options, _has_bools)):
-                raise ProgramError.here(problem)  # checked first, because Python accepts a bool as an int
+                raise ProgramError.here(problem)  # first, because Python accepts a bool as an int
             return function(*args, **options)
         except HostweaveError:
             raise
         except (TypeError, AttributeError, ValueError, LookupError) as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # the error was raised inside the function
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the function
                 problem = _wrong_type_of(function, args, options)
                 if problem is None:
                     raise
@@ -88,8 +88,8 @@ def _wrong_type_of(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Error message for the first argument of a wrong type. Checks only values for which `of` is True. None if all checked types fit, or
-    if arguments are missing or unknown."""
+    """Error message for the first value of a wrong type, among values for which `of` is True. None if there is none, or if arguments are
+    missing or unknown."""
     try:
         bound = inspect.signature(function).bind(*args, **options)
     except TypeError:
@@ -100,7 +100,7 @@ def _wrong_type_of(
         values = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
         for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else values:
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
-                shown = " ".join(repr(value).split())  # the repr of an array has several lines
+                shown = " ".join(repr(value).split())  # one line
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
                 usage = usage if len(usage) <= MAX_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
                 return f"{name}: {argument}={shown} is not {_with_article(_types_text(hints[parameter]))}; write {usage}"
@@ -109,7 +109,7 @@ def _wrong_type_of(
 
 @cache
 def _hints(function: Callable[..., object]) -> dict[str, Any]:
-    """Annotations of a function, except those with names that only type checkers import."""
+    """Annotations, except those with names that only type checkers import."""
     hints = {}
     for name, stated in function.__annotations__.items():
         with suppress(NameError):
@@ -158,7 +158,7 @@ def _type_text(hint: Any) -> str:
 
 
 def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:
-    """Parameters of a function, its name, and its usage without types."""
+    """Parameters, name, and usage without types."""
     parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
     name = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else function.__name__
     return parameters, name, f"{name}({', '.join(map(_without_type, parameters.values()))})"

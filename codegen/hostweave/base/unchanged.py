@@ -1,4 +1,4 @@
-"""Keeps objects that do not change. Analyses that are cached on an object then stay valid, and comparisons take no time."""
+"""Keeps objects that do not change, so that cached analyses stay valid and comparisons are fast."""
 
 from collections.abc import Sequence
 from dataclasses import replace

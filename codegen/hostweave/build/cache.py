@@ -1,7 +1,7 @@
 """Cache of built programs and their objects. An entry is a folder, published by an atomic rename.
 
-If several processes need the same entry, one process makes it, and the others wait. Cached code runs with the user's rights. The cache
-therefore refuses folders that other users can write, and files that changed after they were published.
+If several processes need the same entry, one makes it, and the others wait. Cached code runs with the user's rights, so the cache refuses
+folders that other users can write, and files that changed after they were published.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # file with the digests of an entry's other files; its modification time is the time of the entry's last use
-_EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
+_SUMS = "SHA256SUMS"  # digests of an entry's files; the modification time is that of the last use
+_EVICTED = "evicted"  # file with the modification time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
-_MAX_PREFIX = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
-_MIN_UNUSED_SECONDS = 3600.0  # time for which an entry is kept after its last use, because a build may be about to link it
-EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
+_MAX_PREFIX = 50  # characters of the readable prefix
+_MIN_UNUSED_SECONDS = 3600.0  # entries stay this long after their last use, because a build may be about to link them
+EVICTION_PERIOD = 600.0  # seconds between evictions by builds
 _MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
-_MAX_CLOCK_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
+_MAX_CLOCK_SKEW = 10**10  # nanoseconds by which a file server's clock may be ahead
 _LIMIT = "10 GB"
-_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a temporary folder in which an entry is created or removed
+_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a folder in which an entry is made or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
@@ -42,7 +42,7 @@ _lock_files: set[int] = set()  # file descriptors of locks
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry of the cache, or a failed build that was kept."""
+    """An entry of the cache, or a failed or unfinished build."""
 
     path: Path
     bytes: int
@@ -96,7 +96,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """A failed build. The message names the log. Builds that depend on a failed build raise the same message."""
+    """A failed build. The message names the log, also in builds that depend on this one."""
 
 
 def key_of(*parts: str) -> str:
@@ -111,10 +111,10 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder, read from the files' metadata. If a file was edited after this
-    process began to import the package, the stamp is random, because the process may run old code."""
+    """Stamp that changes with every edit of a file below the folder. If a file was edited after this process began to import the package,
+    the stamp is random, because the process may run old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
-    latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
+    latest = time.time_ns() + _MAX_CLOCK_SKEW  # later times are from before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if is_edited else "")
@@ -139,7 +139,7 @@ def lookup(name: str) -> Path | None:
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     """Returns the folder of entry `name`. If the entry is missing, `make` fills a new folder, which is then published. If `make` raises
-    BuildError, the folder moves to `failed`, and the error names the folder."""
+    BuildError, the folder moves to `failed`, and the error names it."""
     if found := lookup(name):
         return found
     entry = root() / name
@@ -165,7 +165,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
         try:
             scratch.rename(entry)
         except OSError:  # the path already exists
-            if lookup(name):  # another process has published the entry; this happens if the file system has no locks
+            if lookup(name):  # another process has published the entry, on a file system without locks
                 _remove(scratch)
             else:
                 _remove(entry)
@@ -174,7 +174,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Rebuilds entry `name`, and returns its folder. Other processes find no entry meanwhile."""
+    """Rebuilds entry `name`, and returns its folder. Meanwhile, other processes find no entry."""
     with _as_build_error(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -218,11 +218,11 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the cache is within its limit. Keeps entries that were used within the last hour. Does
-    nothing if the last eviction was less than `period` seconds ago, because an eviction reads all entries."""
+    """Removes the least recently used entries, except those of the last hour, until the cache is within its limit. Does nothing if the last
+    eviction was less than `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
-    with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
+    with contextlib.suppress(OSError):  # no eviction yet, or a read-only cache
         if abs(time.time() - mark.stat().st_mtime) < period:
             return
     with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ def evict(period: float = 0.0) -> None:
 
 
 def _entry(sum_file: Path) -> CacheEntry | None:
-    """Entry with the list of files `sum_file`, or None if another process has removed the entry."""
+    """Entry with this list of files, or None if another process has removed the entry."""
     try:
         size = sum(map(os.path.getsize, _files(sum_file.parent))) - sum_file.stat().st_size
         return CacheEntry(sum_file.parent, size, sum_file.stat().st_mtime)
@@ -266,7 +266,7 @@ def _as_build_error() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """Creates the folder for this user only, and returns it. Raises BuildError if other users can write to the folder."""
+    """Creates the folder for this user only. Raises BuildError if other users can write to it."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +309,7 @@ def _expect_own_above(folder: Path) -> None:
 
 
 def _path_components(folder: Path) -> Iterator[Path]:
-    """Yields the folders and symbolic links that the resolution of an absolute path passes."""
+    """Folders and symbolic links through which an absolute path is resolved."""
     at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
     while names:
         yield at
@@ -329,7 +329,7 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file. The loader reads the open file even if the library is replaced. Raises
+    """Opens a cached library, and yields a path of the open file, so that nobody can replace the file before the loader reads it. Raises
     BuildError for a file that other users can write, or that is not the published file."""
     with _as_build_error():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -341,8 +341,7 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # The loader assumes that equal paths name one library, but file descriptors are reused. So the path of a descriptor is spelled
-        # differently each time.
+        # The loader assumes that equal paths name one library, but file descriptors are reused. So each path is spelled differently.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:
@@ -354,13 +353,13 @@ _opened = itertools.count(1)
 
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock of an entry. Yields False if another process holds the lock and `waits` is False."""
+    """Holds the lock of an entry. Yields False if another process holds it and `waits` is False."""
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _lock_files.add(file)
         try:
-            with contextlib.suppress(OSError):  # if the file system has no locks, the atomic rename alone protects the entry
+            with contextlib.suppress(OSError):  # without locks, the atomic rename protects the entry
                 if waits:
                     _await_lock(file)
                 else:
@@ -369,7 +368,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_same_file(file, path):  # the previous holder of the lock has removed this file
+            if not _is_same_file(file, path):  # the previous holder has removed this file
                 continue
             try:
                 yield True
@@ -391,9 +390,9 @@ def _await_lock(file: int) -> None:
 
 
 def _close_locks() -> None:
-    """Closes inherited lock files in a forked process. A lock is held as long as any process has the file open."""
+    """Closes inherited lock files in a forked process, because a lock is held while any process has the file open."""
     for file in _lock_files:
-        with contextlib.suppress(OSError):  # the parent may have closed it already
+        with contextlib.suppress(OSError):
             os.close(file)
     _lock_files.clear()
 

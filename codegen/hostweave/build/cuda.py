@@ -1,4 +1,4 @@
-"""Finds CUDA headers and libraries: first in NCCL_HOME and the toolkit, then in the pip wheels. Each of these may be incomplete."""
+"""Finds CUDA headers and libraries: in NCCL_HOME and the toolkit, then in the pip wheels. Each may be incomplete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 @dataclass(frozen=True)
 class CudaPart:
-    """A header or library that a build needs, and the pip package that contains it. The path is None if the part was not found."""
+    """A header or library that a build needs, and its pip package. The path is None if the part was not found."""
 
     name: str
     path: Path | None
@@ -38,15 +38,15 @@ class Cuda:
     headers: tuple[CudaPart, ...]
     libraries: tuple[CudaPart, ...]  # linked to every program
     nvrtc: CudaPart
-    cudnn: tuple[CudaPart, CudaPart]  # header and library; only programs with attention need them
-    nvtx: CudaPart  # header of NVTX ranges, which profilers show
+    cudnn: tuple[CudaPart, CudaPart]  # header and library, for programs with attention
+    nvtx: CudaPart  # header of NVTX ranges
 
     @property
     def missing(self) -> tuple[CudaPart, ...]:
         return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
 
     def require(self) -> Cuda:
-        """Returns self. Raises BuildError if a part is missing."""
+        """Raises BuildError if a part is missing."""
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             packages = " ".join(dict.fromkeys(part.package for part in self.missing))
@@ -67,7 +67,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """The parts of the first complete CUDA version on this machine, or of the first version if none is complete."""
+    """The first complete CUDA version on this machine, or the first one if none is complete."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -122,7 +122,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def pair_without_access() -> tuple[int, int] | None:
-    """Two GPUs such that the first cannot access the memory of the second; None if all have peer access, or without a driver."""
+    """Two GPUs of which the first cannot access the memory of the second. None if all have peer access, or without a driver."""
     driver, has_access = _driver(), ctypes.c_int()
     if driver is None:
         return None
@@ -142,7 +142,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has loaded, or None. Programs use a loaded library."""
+    """Version of the NCCL library that this process has loaded, which programs then use, or None."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:
@@ -152,8 +152,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, the architecture of GPU 0, or sm_90. sm_90 becomes sm_90a, which allows instructions
-    that only Hopper has."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, that of GPU 0, or sm_90. sm_90 becomes sm_90a, which has additional instructions."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 

@@ -1,4 +1,4 @@
-"""Constants of the cost model that `hostweave calibrate` measured here: one JSON file per GPU name and GPU count in the cache folder."""
+"""Figures of the cost model that `hostweave calibrate` measured: one JSON file per GPU name and count in the cache folder."""
 
 import re
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ def file_of(gpus: Sequence[Gpu]) -> Path:
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """Returns the constants of these GPUs, or None if they were not measured."""
+    """Measured figures of these GPUs, or None."""
     return read(file_of(gpus)) if gpus else None
 
 
 def save(machine: Machine, gpus: Sequence[Gpu]) -> Path:
-    """Writes the constants to a file atomically, and returns the path."""
+    """Writes the figures atomically, and returns the path."""
     path = file_of(gpus)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{id(machine):x}")

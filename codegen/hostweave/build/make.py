@@ -32,7 +32,7 @@ def make_runtime(
     soname: str = "",
     dependencies: tuple[Library, ...] = (),
 ) -> None:
-    """Builds a runtime library for a target, with its kernels and these macros, and links it to `dependencies`."""
+    """Builds a runtime library from `files`."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(unit: Unit) -> Path:
@@ -43,7 +43,7 @@ def make_runtime(
 
     defines = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
-    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # no warning about unnamed namespaces in included files
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)
     files_to_compile = merge_sources(sources, folder)
     units = [replace(unit, before=defines + unit.before) for file in kernels for unit in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
@@ -60,7 +60,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core that includes some of the sources, so that each core parses the common headers once."""
+    """Writes one file per core that includes some of the sources, so that a core parses the common headers once."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -69,8 +69,8 @@ def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
-    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. Objects are cached by their inputs, so
-    after a change only the affected files are compiled."""
+    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. Compiles only files whose objects are not
+    in the cache."""
     together = [name for name in toolchain.together if name in sources]
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in together))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in together)]
@@ -88,14 +88,13 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs commands in `folder` in parallel, one per core. Appends the commands and their output to `build.log`. If a command fails, raises
-    BuildError with the first line that reports an error."""
+    """Runs commands in `folder` in parallel, with output to `build.log`. Raises BuildError with the first line that reports an error."""
 
     expect_steps(len(commands))
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[-1].removesuffix(".o"))  # the last word of a command is its output file
+        step_done(command[-1].removesuffix(".o"))  # the last word is the output file
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
@@ -115,7 +114,7 @@ def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """A text and all files that the text includes from the program's folder, with empty comments."""
+    """A text and the files that it includes from the program's folder, without comments."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]

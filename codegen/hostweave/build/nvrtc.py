@@ -1,7 +1,7 @@
-"""Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
+"""Compiles kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each unit of the source, usually one kernel, becomes a cubin that is embedded in the program's module. In the module, the name of a kernel
-denotes a `hw::JitKernel` (hostweave/jit.h).
+Each unit, usually one kernel, becomes a cubin in the program's module. There, the name of a kernel denotes a `hw::JitKernel`
+(hostweave/jit.h).
 """
 
 import ctypes
@@ -13,8 +13,8 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# -prec-div=false: divisions have an error of up to 2 ulp; exact division would double the time of most kernels.
-# -diag-suppress=186: NVRTC 13.0 warns if an op that supports all dtypes, such as relu, compares an unsigned number with zero.
+# -prec-div=false: exact division would double the time of most kernels; the error is then up to 2 ulp. -diag-suppress=186: no warning if an
+# op such as relu compares an unsigned number with zero.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false", "-diag-suppress=186")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same types as in the host compiler
 
@@ -33,16 +33,16 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# Texts of included headers. NVRTC has no standard headers, and needs no kernels.h, which declares host functions.
+# Texts of headers. NVRTC has no standard headers. kernels.h is empty, because it declares host functions.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing it takes as long as parsing all other headers
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this takes as long as all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Compilation unit: one kernel of kernels.cu, all user kernels, one paragraph of a runtime file, or a whole indivisible file."""
+    """Compilation unit: one kernel of kernels.cu, all user kernels, one paragraph of a runtime file, or a whole file."""
 
     name: str
     line: int  # line of the file at which the text begins
@@ -55,23 +55,23 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """Splits the text of kernels.cu into units of one kernel, and a unit of all user kernels. Comments that list the kernel's ops precede
-    each kernel. A text of another form is one unit."""
+    """Splits the text of kernels.cu into one unit per kernel, and one of all user kernels. Each kernel begins with comments that list its
+    ops. A text of another form is one unit."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h declares all kernels, so a changed kernel would recompile all
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h declares all kernels, so each change would recompile all
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units. Each has the text before the marker line, one paragraph after this line, and the last paragraph of
-    the file. A file without the marker line is one unit."""
+    """Splits a runtime file into one unit per paragraph after the marker line. Each unit also has the text before this line and the last
+    paragraph. A file without the line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]
@@ -80,7 +80,7 @@ def parts_of(name: str, text: str) -> list[Unit]:
 
 
 def _kernel_in(text: str) -> str:
-    """Name of the kernel if the text consists of exactly one kernel, otherwise ""."""
+    """Name of the only kernel of a text, or ""."""
     before, _, kernel = text.partition("__global__ void")
     name = re.match(r"\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", kernel)
     is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and "\n}" not in before
@@ -96,11 +96,11 @@ class Nvrtc:
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit of the program in `folder` to a cubin. The messages of NVRTC are in `build.log`."""
+        """Compiles a unit of the program in `folder` to a cubin. Messages go to `build.log`."""
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
-        for builtins in self.library.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC 13.0 of the wheel does not find this library
+        for builtins in self.library.parent.glob("libnvrtc-builtins.so.*"):  # the NVRTC of the wheel does not find this library
             ctypes.CDLL(str(builtins))
         nvrtc, program = ctypes.CDLL(str(self.library)), ctypes.c_void_p()
         arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))
@@ -113,7 +113,7 @@ class Nvrtc:
             if status != 0:
                 lines = log.splitlines() or [f"nvrtc error {status}"]
                 first = next((line for line in lines if "error" in line), lines[0])
-                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # file:line, the format of other compilers
+                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # file:line, as from other compilers
                 raise BuildError(f"nvrtc failed: {first}")
             return _output(nvrtc, program, "CUBIN")
         finally:
@@ -133,8 +133,7 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """Returns the text of a C++ file that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. A kernel is recognised by
-    its constant bank, because device functions have none."""
+    """C++ that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. Only kernels have a constant bank."""
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"

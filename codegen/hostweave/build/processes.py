@@ -1,4 +1,4 @@
-"""Runs compilers in this process or as child processes that end with it. Background processes of a compiler may outlive both."""
+"""Runs compilers in this process, or as child processes that end with it."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # kills the group at the end of the input, which comes even if this process is killed
+_GUARD = "read -r _; kill -s KILL 0"  # kills the group when the input ends, also because this process is killed
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs a compiler in `folder`. Returns the exit status and the output.
 
-    The compiler and its children are in a separate process group, so that Ctrl-C in a terminal does not reach them. The group is killed if
-    the build is interrupted, if this process ends, or at the time limit.
+    Ctrl-C in a terminal does not reach the compiler, which is in a separate process group. The group is killed if the build is interrupted,
+    if this process ends, or at the time limit.
     """
     expect_not_interrupted()
     seconds = _limit()
@@ -37,7 +37,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, a library call. Raises BuildError at the time limit, but cannot end the call."""
+    """Calls `work`, a library function. Raises BuildError at the time limit, but cannot end the call."""
     seconds = _limit()
     try:
         return within(seconds, work)
@@ -83,7 +83,7 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
                 try:
                     output = compiler.communicate(timeout=POLL_SECONDS)[0]
                 except subprocess.TimeoutExpired as expired:
-                    if has_exited:  # the output is still open in a background process, such as a compiler cache
+                    if has_exited:  # a background process, such as a compiler cache, has the output open
                         output = (expired.output or b"").decode(errors="replace")
                     else:
                         expect_not_interrupted()

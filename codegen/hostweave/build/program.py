@@ -1,7 +1,7 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache key is the IR without source locations and predictions of the cost model. Edits that only move lines therefore cause no build, and
-the cached sources keep the line comments of the first build.
+The cache key is the IR without source locations and predicted times. So edits that only move lines cause no build, and the cached sources
+keep the line comments of the first build.
 
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. The generated sources are written to this folder if it is
 missing.
@@ -30,7 +30,7 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 
 SourceFiles = Mapping[str, str]  # path -> text
 
-_MODULE = "hostweave_program"  # name of the module of every program, as in PyInit_NAME
+_MODULE = "hostweave_program"  # NAME in PyInit_NAME
 _dlopen_flags = reset_after_fork(threading.Lock())  # dlopen flags are a setting of the whole interpreter
 
 
@@ -43,10 +43,10 @@ def build(
     title: str = "",
     figures: str = "",
 ) -> Path:
-    """Returns the folder with the sources and the module of a program. The module is linked with the runtime libraries of the target.
+    """Returns the folder with the sources and the module of a program.
 
-    `render` returns the sources, and is called only if the program is not in the cache. Progress messages show `title`. `figures` names the
-    machine for which kernels are scheduled.
+    `render` makes the sources, if the program is not in the cache. Progress messages show `title`. `figures` names the machine for which
+    kernels are scheduled.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -82,8 +82,8 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """Loads the module of a built program, with the dlopen flags of its target. First checks and loads the cached libraries that the module
-    needs. The dynamic loader then finds these libraries by their sonames."""
+    """Loads the module of a built program. First loads the cached libraries that it needs, which the dynamic loader then finds by their
+    sonames."""
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:
@@ -120,7 +120,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
-    """Sources in the folder that HOSTWEAVE_EDIT names, or None without this variable. Writes the sources if the folder is missing."""
+    """Sources in the folder of HOSTWEAVE_EDIT, which are generated if the folder is missing. None without this variable."""
     if not (folder_name := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(folder_name).absolute() / name

@@ -17,10 +17,10 @@ from hostweave.base.paths import NATIVE
 from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
-LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops are compiled as one unit, and with -O1 instead of -O2, because this compiles faster.
+LIBRARIES_FILE = "libraries"  # lists the cached libraries that a module needs, dependencies first
+# These files have no hot loops. To save time, they are compiled as one unit, with -O1.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
-GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
+GLUE = NATIVE / "glue" / "module.cpp.o"  # makes a program's objects a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
 KERNELS_AS_CPP = ("-x", "c++", "-fwrapv")  # signed integers wrap around, as in NumPy
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
@@ -45,8 +45,8 @@ class Toolchain:
     target: str
     compiler: Path
     include_folders: tuple[Path, ...]
-    libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
-    kernel_compiler: KernelCompiler | None = None  # without one, `compiler` compiles the kernels as C++
+    libraries: tuple[Path, ...]  # besides libhostweave_<target>.so
+    kernel_compiler: KernelCompiler | None = None  # None: `compiler` compiles the kernels as C++
     together: tuple[str, ...] = ONLY_ENQUEUE  # files of a program that are compiled as one unit
 
     def compile(self, source: str, output: str) -> list[str]:
@@ -56,8 +56,8 @@ class Toolchain:
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Returns the command that links objects into a shared library. Libraries with a `soname` are not on the rpath, because the process
-        loads these libraries first."""
+        """Command that links objects into a shared library. The rpath omits libraries with a `soname`, because the process loads these
+        first."""
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
         folders = dict.fromkeys(file.parent for file in on_rpath)
@@ -83,8 +83,8 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime. `make` builds the library at `path`. A cached library has a unique `soname`. `load` checks and loads the
-    library first. The dynamic loader then finds the library by this name, and does not open the file again."""
+    """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`, by which the dynamic loader finds
+    it, because `load` loads it first."""
 
     path: Path
     make: Callable[[], object]

@@ -31,7 +31,7 @@ def benchmark_names() -> list[str]:
 
 
 def benchmark_list() -> Iterator[dict[str, str | bool]]:
-    """Yields for each benchmark its name, its purpose, and the first requirement that this machine does not meet."""
+    """Yields each benchmark with its purpose, and the first requirement that this machine does not meet."""
     for name in benchmark_names():
         purpose = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
         missing_text = _missing_requirement(name) or ""
@@ -39,8 +39,8 @@ def benchmark_list() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks. Returns the last non-zero exit status, or 0. Without names, runs all benchmarks that this machine can run,
-    except for `figures`, which runs most other benchmarks."""
+    """Runs the named benchmarks, by default all that this machine can run, except `figures`, which runs most others. Returns the last
+    non-zero exit status, or 0."""
     status = 0
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()
     for number, name in enumerate(chosen, 1):
@@ -58,7 +58,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _missing_requirement(name: str) -> str | None:
-    """The first requirement of a benchmark that this machine does not meet, as text, or None."""
+    """The first requirement that this machine does not meet, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, but this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

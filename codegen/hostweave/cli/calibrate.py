@@ -19,11 +19,11 @@ SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 819
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
 COLUMNS = 4096  # bf16 elements in a row of the gathered tensor
-BUSY = 5e-4  # seconds; if the smallest gather takes longer, another program uses the GPUs
+BUSY = 5e-4  # seconds; another program uses the GPUs if the smallest gather takes longer
 
 
 def calibrate() -> Iterator[str]:
-    """Measures and stores the constants, and yields a line of text for each."""
+    """Measures and stores the constants, and yields lines of text about them."""
     gpus = cuda.gpus()
     if not gpus:
         raise BuildError("calibrate: there is no GPU to measure; run it on a machine with GPUs")
@@ -45,7 +45,7 @@ def calibrate() -> Iterator[str]:
 
 
 def _computing(machine: Machine) -> Machine:
-    """Returns the machine with measured constants of a single GPU."""
+    """The machine with measured constants of a single GPU."""
     launch = _seconds(_negated(), {"M": 1, "K": 128})
     copied = 256 * MB
     memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
@@ -55,7 +55,7 @@ def _computing(machine: Machine) -> Machine:
 
 
 def fit(machine: Machine, times: list[float]) -> Machine:
-    """Returns the machine whose rate and time per wave fit the measured times of the matmuls of SHAPES best."""
+    """The machine whose rate and time per wave fit the measured times of SHAPES best."""
     fastest = max(2 * m * k * n / time for (m, k, n), time in zip(SHAPES, times, strict=True))
 
     def error(flops: float, wave: float) -> float:
@@ -75,9 +75,8 @@ def _negated() -> Fusion:
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """Measures the times of an all-gather, and of a put and a get if these are possible, for each of SHARDS. The compiler emits puts and
-    gets only in a loop with a matmul. The loop here has a weight of only 8 columns, so that a matmul takes as long as reading its
-    operand."""
+    """Measures an all-gather and, if possible, a put and a get, for each of SHARDS. Puts and gets are only in loops with a matmul. The
+    weight has only 8 columns here, so that a matmul takes as long as reading its operand."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
@@ -102,11 +101,11 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
             spent = LOOP_SECONDS + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
             taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
             times.append(max(taken - spent, machine.launch) / (ranks - 1))
-        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # monotonic: more bytes never take less time
+        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # more bytes never take less time
 
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
-    """Median time of a call on its slowest rank, in seconds."""
+    """Median seconds of a call on its slowest rank."""
     from hostweave.runtime.search import random_array
 
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))

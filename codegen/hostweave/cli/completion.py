@@ -33,7 +33,7 @@ compdef _hostweave hostweave
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Returns the completion script for one of SHELLS. The script completes a parser's commands, options and positional choices."""
+    """Returns the script for one of SHELLS, which completes commands, options and positional choices."""
     if shell == "fish":
         return "".join(f"{line}\n" for line in _fish(parser))
     template, case = (_BASH, '    {}) words="{}" ;;') if shell == "bash" else (_ZSH, "    {}) found=({}) ;;")
@@ -48,7 +48,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.Arg
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Yields the words that can follow a command, each with its help: the options, and the choices of positional arguments."""
+    """Yields the words that can follow a command, each with its help."""
     for action in parser._actions:
         for word in action.option_strings or action.choices or ():
             yield str(word), action.help or ""

@@ -25,7 +25,7 @@ MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
-    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and C++. Returns 0 if the results match NumPy."""
+    """Runs a program of examples/seeds.py, and prints its fusion and C++. Returns 0 if the results match NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -54,14 +54,14 @@ def demo(name: str, ranks: int, target: str | None) -> int:
 
 
 def enqueued(source: str) -> str:
-    """Returns the lines of the C++ function `run` that enqueue work, without indentation."""
+    """The lines of the C++ function `run` that enqueue work, without indentation."""
     run = source.partition("void Program::run(")[2].partition("\n}\n")[0]
     lines = run.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
     return textwrap.dedent(lines)
 
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
-    """Runs the program, and prints errors and the time of a call. Returns the largest error as a fraction of the tolerance."""
+    """Runs the program, and prints errors and times. Returns the largest error as a fraction of the tolerance."""
     names = {name for value in fusion.inputs for dim_size in value.type.shape for name in dim_size.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
 
 
 def repetitions_in(seconds: float, seconds_of_a_call: float) -> int:
-    """Number of calls that take about `seconds` if each takes `seconds_of_a_call` seconds: from 1 to MAX_REPETITIONS."""
+    """Number of calls that take about `seconds`, from 1 to MAX_REPETITIONS."""
     return max(1, min(MAX_REPETITIONS, int(seconds / seconds_of_a_call)))
 
 

@@ -13,7 +13,7 @@ from hostweave.targets.target import NAMES, find_target
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """Yields each requirement with the part that was found. If a part is missing, the text ends with the package to install."""
+    """Yields each requirement with the part that was found, or with the package to install."""
     yield "python", f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     yield "compiler", _or_why_not(_compiler, "missing")
     for target in NAMES:

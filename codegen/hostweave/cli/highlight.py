@@ -32,8 +32,7 @@ def highlighted(text: str, language: str) -> str:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """Returns the lexer of both IRs. Keywords come from the tables of printers and parsers, and from the lists below. A character that
-    occurs in neither IR becomes an Error token."""
+    """Lexer of both IRs. A character that occurs in neither IR becomes an Error token."""
     declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     attributes = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")
@@ -46,7 +45,7 @@ def ir_lexer() -> RegexLexer:
                 (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # between the stages of `inspect --after all`
                 (r"#[^\n]*", Comment.Single),
                 (r'"(?:[^"\\\n]|\\.)*"', String),
-                (r"%[A-Za-z_]\w*", Name),  # values have no colour, because most of the text consists of them
+                (r"%[A-Za-z_]\w*", Name),  # no colour, because most of the text consists of values
                 (r"(?<![\w)])@[A-Za-z_]\w*", Name.Function),
                 (r"@[A-Za-z_]\w*", Name.Decorator),  # the mesh axis of M@x
                 (r"\d+\.(?!\.)\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|(?:inf|nan)\b", Number.Float),

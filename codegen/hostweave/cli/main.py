@@ -38,11 +38,11 @@ from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
 from hostweave.types.machine import Network
 
-_HEADER = re.compile(r"\w+ @(\w+)\(")  # first words of a function, kernel or program in IR text
+_HEADER = re.compile(r"\w+ @(\w+)\(")  # begins a function, kernel or program in IR text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, or prints the help if no command is given. Prints the message of a HostweaveError to stderr and returns 1."""
+    """Runs a command, or prints the help. For a HostweaveError, prints the message on stderr and returns 1."""
     parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         parser.print_help()
@@ -257,7 +257,7 @@ def _network(text: str) -> Network:
 
 
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
-    """Reduces each stage to the function, kernel or program with this name. Returns the stages unchanged if the name is None."""
+    """Reduces each stage to the function, kernel or program `name`, unless `name` is None."""
     if name is None:
         return stages
     split = [(stage, re.split(rf"^(?={_HEADER.pattern})", whole, flags=re.M)) for stage, whole in stages]
@@ -309,7 +309,7 @@ def _export(options: argparse.Namespace) -> None:
 def _build_wheel(folder: Path) -> None:
     dist = folder / "dist"
     with progress("building the wheel"):
-        project = str(folder.resolve())  # pip would look up a name without slashes in the package index
+        project = str(folder.resolve())  # absolute, because pip looks up a name without slashes in the package index
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), project]
         result = subprocess.run(pip, capture_output=True, text=True)
     if result.returncode:
@@ -377,4 +377,4 @@ def _doctor(options: argparse.Namespace) -> None:
         for name, text in lines:
             print(f"{name:<10} {text}")
     if options.target:
-        find_target(options.target).toolchain()  # raises BuildError if a part is missing
+        find_target(options.target).toolchain()  # may raise BuildError

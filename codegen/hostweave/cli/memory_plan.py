@@ -1,4 +1,4 @@
-"""`hostweave inspect --memory`: offsets of a host program's temporaries at given sizes, the peak, and its lower bound."""
+"""`hostweave inspect --memory`: offsets of temporaries at given sizes, the peak, and its lower bound."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offsets in the arena (one, or one per stream), and the lines of its first and last use in the host IR."""
+    """A temporary: its offsets in the arena (one, or one per stream), and the lines of its first and last use."""
 
     name: str
     type: str
@@ -31,7 +31,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory plan of a program. `peak` is the size of the arena in bytes. `bound` is the largest number of bytes live at one time."""
+    """Memory plan of a program. `peak` is the size of the arena, and `bound` the most bytes that are live at one time."""
 
     rows: tuple[MemoryRow, ...]
     peak: int
@@ -39,7 +39,7 @@ class MemoryPlan:
 
 
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """Computes the plan that `prepare` makes on a rank, with the same planner."""
+    """Computes the plan of `prepare` on a rank."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
     layout = replay.events.place()
     lines, rows = line_numbers(program), []
@@ -58,7 +58,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Offset and size in bytes of each buffer, in the order of allocation, and the totals of `MemoryPlan`."""
+    """Offset and bytes of each buffer, in the order of allocation, and the totals of `MemoryPlan`."""
 
     offsets: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -67,7 +67,7 @@ class ArenaLayout:
 
 
 class ArenaEvents:
-    """Records calls of `hw::MemoryPlan`. `place` replays the calls in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
+    """Records calls of `hw::MemoryPlan`, which `place` makes in runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers
@@ -75,12 +75,12 @@ class ArenaEvents:
         self.pools: dict[str, int] = {}
 
     def new(self, count: int = 1) -> slice:
-        """Returns the indices of the next `count` buffers. The buffers must be allocated in this order."""
+        """Returns the indices of the next buffers, which must be allocated in this order."""
         self.count += count
         return slice(self.count - count, self.count)
 
     def allocate(self, buffers: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """Records an allocation of these buffers, of `bytes` bytes each. If `bytes` is -1, each has the size of the matmul workspace."""
+        """Records an allocation of these buffers, of `bytes` bytes each, or of a matmul workspace if `bytes` is -1."""
         self.events.append((3 if in_window else 0, buffers.start, buffers.stop - buffers.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, buffers: slice) -> None:
@@ -103,7 +103,7 @@ class ArenaEvents:
 
 
 class _Replay:
-    """Replays the calls that `prepare` makes, and keeps the buffers of each allocation."""
+    """Records the calls that `prepare` makes, and keeps the buffers of each allocation."""
 
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
@@ -138,7 +138,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. These matmuls need a workspace in the arena, because only streams of the program have workspaces."""
+    """Matmuls on the caller's stream, which has no workspace, unlike the streams of the program."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
@@ -171,7 +171,7 @@ def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.Host
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
-    """Returns, for each body, the line of each instruction in the program's text. Instructions are in the order of `tree.walk`."""
+    """For each body, the lines of its instructions in the program's text, in the order of `tree.walk`."""
     lines: list[list[int]] = []
 
     def number(body: tree.Body, line: int) -> int:
@@ -194,8 +194,7 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """Returns the program with numbered lines, and the offsets of its buffers. Sizes that `sizes` lacks are 4096, or the next larger value
-    that divides as required."""
+    """The program with numbered lines, and the offsets of its buffers. Other sizes are 4096, or the next value that divides as required."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
@@ -211,7 +210,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
-    """The smallest rank of each set of ranks that belong to the same meshes."""
+    """The first rank of each set of ranks that are in the same meshes."""
     meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:

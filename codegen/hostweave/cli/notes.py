@@ -16,14 +16,14 @@ MIN_SHARE = 0.1  # smallest reported cost, as a fraction of the bytes of a rank'
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """Returns one line for each costly choice, with its location. `fusion` is the fusion from which `host` was lowered. Sizes that are not
-    in `sizes` have defaults. Gathers that the user requested by `hw.reshard` or `.stream` are not reported."""
+    """One line for each costly choice. `host` was lowered from `fusion`. Gathers that the user requested by `hw.reshard` or `.stream` are
+    not reported."""
     bound = RankSizes(default_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []
     for costs in (_gathers(fusion, bound), _packs(inlined(host), bound), _copies_to_donated(host, bound)):
-        totals: dict[Location | None, tuple[str, int, int]] = {}  # keyed by location, because a function may be called several times
+        totals: dict[Location | None, tuple[str, int, int]] = {}  # by location, because a function may be called several times
         for location, text, size in costs:
             first, count, bytes_before = totals.get(location, (text, 0, 0))
             totals[location] = first, count + 1, bytes_before + size
@@ -48,7 +48,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Yields the copies between strided views and the contiguous buffers of communications."""
+    """Yields copies between strided views and the contiguous buffers of communications."""
     posted = {
         name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in (*tree.names(i, "read"), *tree.names(i, "write"))
     }
@@ -61,7 +61,7 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
 
 
 def _copies_to_donated(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Yields the copies of results into donated memory, for results that could not be computed in place."""
+    """Yields copies of results that could not be computed in donated memory."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, count in _copies(host.body, sizes, 1):
         if copy.dst in donated:
@@ -82,5 +82,5 @@ def _copies(body: tree.Body, sizes: Sizes, count: int) -> Iterator[tuple[ir.Copy
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    """Bytes of a buffer at these sizes. A size that does not divide evenly is rounded down."""
+    """Bytes of a buffer. A size that does not divide evenly is rounded down."""
     return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

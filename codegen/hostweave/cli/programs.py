@@ -1,4 +1,4 @@
-"""Loads fusions from files, such as `examples/seeds.py:ag_matmul`, and replaces constants of these files."""
+"""Loads programs from files, such as `examples/seeds.py:ag_matmul`."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from hostweave.host_ir.ir import HostProgram
 
 
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
-    """Runs a Python file as a module. `constants` replace the values of top-level assignments such as `D = 8`."""
+    """Runs a Python file as a module. `constants` replace values of top-level assignments such as `D = 8`."""
     try:
         tree = ast.parse(_text(path), str(path))
     except SyntaxError as error:
@@ -31,7 +31,7 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if unset:
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(unset))!r} to set")
-    folder = str(path.resolve().parent)  # like `python FILE`, which searches the file's folder for imports
+    folder = str(path.resolve().parent)  # imports search the file's folder, like `python FILE`
     sys.path.insert(0, folder)
     previous = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # dataclasses look up names in annotations in sys.modules
@@ -48,13 +48,12 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
 
 
 def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
-    """Fusions and host programs that a module defines, in order of definition."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Fusion | HostProgram)}
 
 
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
-    """Loads the program that `FILE.py:NAME` names. NAME may be omitted if the file has only one program. `FILE.hw` is text of either IR.
-    `seeds:NAME` is a program of examples/seeds.py in the package. Each file of examples/ can be named in this way."""
+    """Loads `FILE.py:NAME`, or `FILE.py` if the file has only one program. `FILE.hw` is text of either IR. `seeds:NAME` is a program of
+    examples/seeds.py, and so for the other files of examples/."""
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):
         if constants:

@@ -1,4 +1,4 @@
-"""Computes the error that a correct result may have."""
+"""The error that a correct result may have."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
-_MAX_SEQUENTIAL = 512  # largest number of terms that are assumed to be added sequentially
+_MAX_SEQUENTIAL = 512  # most terms that are added sequentially, by assumption
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,23 @@ class Tolerance:
 
 
 def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
-    """Tolerance for a result of this dtype: 0 for integers and bools. Inputs must have magnitudes of about 1 and random signs.
+    """Tolerance for a result of this dtype: 0 for integers and bools. Inputs have magnitudes of about 1 and random signs.
 
-    - `reduction_length` n is the number of products or elements that one sum has.
-    - `terms` D is the number of partial sums, one per rank. Each partial sum is rounded to the dtype before the sums are added.
-    - `scores` is the sum of m c (see below) over the softmaxes on which the value depends.
+    - `reduction_length` n is the number of terms of a sum.
+    - `terms` D is the number of partial sums, one per rank, which are rounded to the dtype before they are added.
+    - `scores` is the sum of m c (see below) over the softmaxes before the result.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
 
     - The result is rounded once, and so are the results of up to three ops before it: rtol = 4 u.
-    - A sum of n terms of magnitude 1 is a random walk of size sqrt(n). If terms are added sequentially, each addition has an error of up to
-      a times the sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n.
-      At most b = 512 terms are assumed to be added sequentially. The n / b sums of b terms have independent errors, in total
-      2 a b sqrt(n / b).
-    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Adding these sums gives D - 1 sums of size up to sqrt(n),
-      which are also rounded. If all errors have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u
-      D sqrt(n).
+    - A sum of n terms of magnitude 1 is a random walk of size sqrt(n). In a sequential sum, each addition has an error of up to a times the
+      sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n. At most b = 512
+      terms are added sequentially. The n / b sums of b terms have independent errors, in total 2 a b sqrt(n / b).
+    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Their additions give D - 1 sums of size up to sqrt(n), which
+      are also rounded. The total error is at most u (sqrt(n D) + (D - 1) sqrt(n)), which is less than 2 u D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
-    - Scores of a softmax are sums of m products times a scale c. A score has the error 2 a m c. The relative error of a weight exp(score)
-      is then 2 a m c, and so is that of a mean with these weights. A sum of n means has an error of 2 a m c sqrt(n).
+    - A score of a softmax is a sum of m products times a scale c, with an error of 2 a m c. So the weight exp(score), and a mean with such
+      weights, have a relative error of 2 a m c. A sum of n means has an error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
@@ -56,8 +54,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value of a fusion at these sizes, however a program computes the value. The fusion must have no calls. In a chain of
-    sums and products, the reduction lengths multiply, and so do the numbers of ranks that have terms of a sum."""
+    """Tolerance for a value of a fusion without calls. In a chain of sums and products, reduction lengths and numbers of terms multiply."""
     explicit = with_partial_sums(fusion)
     types = explicit.types
     lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)
@@ -74,19 +71,19 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
 
 def _sequential_additions(length: int) -> float:
-    """Number of sequential additions whose error equals that of a sum with this many terms."""
+    """Number of sequential additions with the error of a sum of `length` terms."""
     return min(length, sqrt(length * _MAX_SEQUENTIAL))
 
 
-@lru_cache(maxsize=1)  # the outputs of one program share the result
+@lru_cache(maxsize=1)  # for the other outputs of a program
 def with_partial_sums(fusion: Fusion) -> Fusion:
-    """Adds inferred shardings and explicit partial sums to a fusion without calls."""
+    """Adds shardings and partial sums to a fusion without calls."""
     options = Options()
     return insert_reshards(propagate_sharding(merge_contractions(fusion, options), options), options)
 
 
 def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
-    """Number of elements or products that are added up for one element of the result."""
+    """Number of terms that are added for one element of the result."""
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
     dim_sizes = {
@@ -100,7 +97,7 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
 
 
 def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> float:
-    """Computes m c, as `tolerance` defines it, for the softmax of an op. Returns 0 if the op has no softmax."""
+    """m c of `tolerance` for the softmax of an op, or 0 without a softmax."""
     operands = operand_types(op, types)
     lengths = [operands[operand].shape[dim].bind(sizes) for operand, dim in OPS[op.kind].scores_add_up]
     if not lengths:

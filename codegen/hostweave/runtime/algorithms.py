@@ -1,5 +1,4 @@
-"""Algorithms of cuBLASLt that `Options(tune=True)` has measured. The cache stores the algorithms, and all ranks of a group use the same
-algorithms."""
+"""Algorithms of cuBLASLt that `Options(tune=True)` has measured. They are in the cache, and all ranks of a group use the same ones."""
 
 import contextlib
 import json
@@ -11,15 +10,15 @@ from hostweave.base.forks import reset_after_fork
 from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
-_MAX_PROBLEMS = 10_000  # maximum number of problems in the cache, about 2 MB
+_MAX_PROBLEMS = 10_000  # about 2 MB
 
-_save_lock = reset_after_fork(threading.Lock())  # ranks may be threads of this process
+_save_lock = reset_after_fork(threading.Lock())  # ranks may be threads
 
 Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class MeasuredAlgorithms:
-    """The algorithms that this process knows for one kind of device."""
+    """Algorithms that this process knows for one kind of device."""
 
     def __init__(self, module: ModuleType, device: str):
         self._module = module
@@ -27,8 +26,8 @@ class MeasuredAlgorithms:
         self._use(self._saved())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that knows one. `gather` exchanges a
-        text between the ranks: it takes the text of this rank, and returns the texts of all ranks."""
+        """Makes all ranks use the same algorithms: for each problem, that of the lowest rank that knows one. `gather` exchanges a text of
+        each rank."""
         for record in reversed(gather(json.dumps(self._known()))):
             self._use(json.loads(record))
 
@@ -46,7 +45,7 @@ class MeasuredAlgorithms:
         self._module.set_measured_algorithms({problem: bytes.fromhex(algorithm) for problem, algorithm in algorithms.items()})
 
     def _saved(self) -> Algorithms:
-        with contextlib.suppress(FileNotFoundError):  # another process has removed the folder, to write it again
+        with contextlib.suppress(FileNotFoundError):  # another process is replacing the folder
             if folder := lookup(self._entry):
                 return dict(json.loads((folder / _FILE).read_text()))
         return {}

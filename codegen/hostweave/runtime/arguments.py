@@ -18,11 +18,11 @@ from hostweave.types.zigzag import Zigzag
 def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Returns the arguments of a call in the order of `parameters`. These are the inputs that are not bound."""
+    """Arguments of a call in the order of `parameters`, which are the inputs that are not bound."""
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
 
-    def signature() -> str:  # computed only for errors, because it is slow
+    def signature() -> str:  # slow, so only for errors
         return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
 
     if len(given) > len(names):
@@ -47,7 +47,7 @@ def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Checks an array against a parameter's type. Returns its library, and the array in the form that the library's methods take."""
+    """Checks an array against a parameter's type. Returns its library, and the array in the form of `ArrayLibrary.accept`."""
     try:
         library = library_of(array)
     except TypeError as error:
@@ -75,7 +75,7 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
 
 
 def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
-    """Returns the local block of a torch DTensor, or any other array unchanged."""
+    """Local block of a torch DTensor, or any other array unchanged."""
     if not hasattr(type(array), "to_local"):
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
@@ -110,13 +110,12 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 
 
 class BoundInputs:
-    """Bound arrays of a program by name, and the inputs that calls still take. The constructor makes the checks that need neither the other
-    inputs nor the rank's device. The first call on each rank makes the other checks."""
+    """Bound arrays by name, and the inputs that calls still take. The first call on a rank makes the checks that need other inputs or the
+    rank's device."""
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
-        # Arrays in the form that `accept` returns.
         self.arrays: dict[str, tuple[ArrayLibrary, Array]] = dict(before.arrays) if before else {}
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
@@ -136,7 +135,7 @@ class BoundInputs:
 
     @cached_property
     def blocks(self) -> list[dict[str, ArrayView]]:
-        """Blocks of the bound arrays, which must be global: a dict from name to block for each rank."""
+        """For each rank, its blocks of the bound arrays, which must be global."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         return [
             {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
@@ -145,7 +144,7 @@ class BoundInputs:
 
 
 def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
-    """Block of a global array on a rank. The view has no array if the rank has no block."""
+    """Block of a global array, without an array if the rank has no block."""
     if not holds(type_, mesh, rank):
         return ArrayView(tuple(array.shape))
     block_of_rank = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
@@ -153,7 +152,7 @@ def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, ra
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
-    """Checks dims with constant sizes. Each dim must have the global size or the local size of some rank."""
+    """Checks dims with constant sizes: each must have the global size, or the local size of some rank."""
     mesh = type_.mesh_in(mesh)
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:

@@ -1,6 +1,6 @@
 """Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and other libraries that support DLPack.
 
-One object per library implements `ArrayLibrary`. Slicing and assignment need no methods, because all libraries have the same syntax.
+Slicing and assignment need no methods of `ArrayLibrary`, because all libraries have the same syntax.
 """
 
 import sys
@@ -20,25 +20,25 @@ Array = Any  # an array of any supported library
 
 
 class ArrayLibrary(Protocol):
-    """Operations that Hostweave needs from an array library, with common defaults."""
+    """Operations of an array library, with common defaults."""
 
-    gives_copies: bool = False  # `give` may return a copy, which does not show later writes to the array
+    gives_copies: bool = False  # `give` may copy, so later writes are not seen
 
     def accept(self, array: Array) -> Array:
-        """Returns the array in the form that the other methods take, without a copy if possible. Raises TypeError with a reason."""
+        """Returns the array in the form that the other methods take, if possible without a copy. Raises TypeError with a reason."""
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of all properties of an array that a call checks, including the address. Arrays with equal keys need no new check. None if
-        the key cannot be computed quickly."""
+        """Key of the address and of all properties that a call checks. Arrays with equal keys need no new check. None if the key is slow to
+        compute."""
         return None
 
     def give(self, array: Array) -> Array:
-        """Converts an array from the form of these methods to the form for the caller."""
+        """Converts an array from the form of `accept` to the form for the caller."""
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """Element type, or the library's name for a type that Hostweave does not have."""
+        """Element type, or its name if Hostweave does not have it."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
@@ -47,7 +47,7 @@ class ArrayLibrary(Protocol):
     def address(self, array: Array) -> int: ...
 
     def contiguous(self, array: Array) -> Array:
-        """Returns the array if it is contiguous. Otherwise returns a row-major copy on the same device."""
+        """Returns the array if it is contiguous, otherwise a copy on the same device."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
 
@@ -61,16 +61,16 @@ class ArrayLibrary(Protocol):
         """The library's current cudaStream_t on a GPU."""
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        """Makes `empty` in the `with` block allocate for use on a cudaStream_t, or on the current stream if `stream` is None."""
+        """Makes `empty` allocate for use on a cudaStream_t, or on the current stream if `stream` is None."""
 
     def wait(self, device: int) -> None:
         """Waits for all work on the library's current stream of that device."""
 
 
 class ArrayView(NamedTuple):
-    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. `ArrayView(shape)` means no array."""
+    """A contiguous array for native code. `array` keeps the memory alive. `ArrayView(shape)` means no array."""
 
-    global_shape: tuple[int, ...]  # shape of the global array that this block is part of
+    global_shape: tuple[int, ...]  # shape of the whole array
     address: int = 0
     shape: tuple[int, ...] = ()
     bytes: int = 0
@@ -93,13 +93,13 @@ class ForeignBuffer(NamedTuple):
 
 
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
-    """Error for a failed allocation, with the first line of the library's message."""
+    """Error for a failed allocation, with the first line of `error`."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
 
 
 def library_of(array: Array) -> ArrayLibrary:
-    """Returns the object of an array's library. Raises TypeError if the value is not an array."""
+    """Library of an array. Raises TypeError if the value is not an array."""
     if isinstance(array, np.ndarray):
         return _NUMPY
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # includes subclasses that other packages define
@@ -117,10 +117,10 @@ def library_of(array: Array) -> ArrayLibrary:
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """Returns the keys of arrays, some of which may be None. Returns None if the key of an array cannot be computed quickly."""
+    """Keys of arrays, some of which may be None. None if the key of an array is slow to compute."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
-    except (TypeError, RuntimeError):  # for example from arrays without memory
+    except (TypeError, RuntimeError):  # such as arrays without memory
         return None
     return None if None in states else states
 
@@ -194,7 +194,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """JAX arrays. A call converts them to NumPy arrays, because JAX arrays are immutable. Results are JAX arrays."""
+    """JAX arrays, which are immutable, so a call converts them to NumPy arrays. Results are JAX arrays."""
 
     gives_copies: bool = True
 
@@ -211,7 +211,7 @@ class _Jax(NumpyLibrary):
 
 
 class _AnyDLPack(NumpyLibrary):
-    """Arrays in host memory of any other library that supports DLPack."""
+    """Arrays in host memory of other libraries with DLPack."""
 
     gives_copies: bool = True  # the library may copy
 
@@ -285,7 +285,7 @@ class _Torch(ArrayLibrary):
         return bool(array.is_contiguous())
 
     def stream(self, device: int) -> int:
-        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # faster than current_stream, which creates an object
+        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # current_stream creates an object
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
         if stream is None:
@@ -300,7 +300,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage. For some tensors without storage, `untyped_storage` raises an error."""
+    """True if a tensor has storage."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

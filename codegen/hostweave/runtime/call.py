@@ -1,4 +1,4 @@
-"""One call of a program on global arrays: checks the arrays, splits them into local blocks, and joins the local results."""
+"""A call of a program on global arrays: checks and splits the arrays, and joins the local results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GlobalResult:
 
     library: ArrayLibrary
     device: int
-    array: Array = None  # the donated array in the form that the library's methods take; `given` is the caller's object
+    array: Array = None  # the donated array in the form of `ArrayLibrary.accept`; `given` is the caller's object
     given: Array = None
 
 
@@ -53,15 +53,15 @@ class GlobalCall:
                 raise ArgumentError(f"{self.program.name}: {parameter.name}: shapes differ between calls of one run; make them equal")
 
     def local_results(self) -> list[Any]:
-        """Local output, or tuple of outputs, of every rank. An output that a rank does not have is None."""
+        """Local output, or tuple of outputs, of every rank. None for an output that a rank does not have."""
         return [
             _unwrapped(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
             for rank in self.outputs
         ]
 
     def global_results(self) -> Any:
-        """Global output, or tuple of outputs. A replicated output is taken from one rank. If an output reuses a donated input, the result
-        is the caller's array, or a new array if the shapes differ."""
+        """Global output, or tuple of outputs. If an output reuses a donated input, the result is the caller's array, or a new array if the
+        shapes differ."""
         return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
     def copy_to_donated(self) -> None:
@@ -72,7 +72,7 @@ class GlobalCall:
     def _global_result(self, index: int, parameter: Parameter) -> Array:
         ranks, to = parameter.type.mesh_in(self.program.mesh).all_ranks, self.results[index]
         if not parameter.type.axes and (parameter.type.mesh is None or to.device in (CPU_DEVICE, *ranks)):
-            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # the replica on the destination's device
+            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # if possible on the same device
             if to.array is None:
                 return to.library.give(own)
             ranks = ranks[:1]
@@ -88,8 +88,8 @@ class GlobalCall:
 
 
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
-    """Creates a call with these global arrays, given by position or name, and with the bound arrays. Raises LoopsDoNotDivide if chunk loops
-    do not divide a size evenly."""
+    """Call with these global arrays, by position or name, and with the bound arrays. Raises LoopsDoNotDivide if chunk loops do not divide a
+    size."""
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)
     new_arrays = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.unbound, arrays, strict=True)}
@@ -128,7 +128,7 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
 
 
 def _expect_separate(program: HostProgram, donated: Mapping[str, tuple[ArrayLibrary, Array]]) -> None:
-    """Refuses two donated arrays with the same address. Several empty arrays may have the address 0."""
+    """Refuses two donated arrays with the same address, except 0, which empty arrays may have."""
     names: dict[int, str] = {}
     for name, (library, array) in donated.items():
         address = library.address(array)
@@ -141,7 +141,7 @@ def _expect_separate(program: HostProgram, donated: Mapping[str, tuple[ArrayLibr
 def _result_of(
     program: HostProgram, name: str, accepted: Mapping[str, tuple[ArrayLibrary, Array]], given: Mapping[str, Array]
 ) -> GlobalResult:
-    """Destination of an output: the donated input with this name, or a new array of that input's library."""
+    """Destination of an output: the donated input `name`, or a new array of this input's library."""
     library, array = accepted[name]
     if not given:
         return GlobalResult(library, library.device(array))

@@ -24,7 +24,7 @@ class CpuSchedule:
 
     @property
     def is_special(self) -> bool:
-        """True if a setting is supported only with all ranks in one process."""
+        """True if a setting needs all ranks in one process."""
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 
@@ -47,13 +47,13 @@ def seeded(
     """Runs programs of the CPU target one operation at a time, in an order that `seed` determines.
 
     `picker` is the strategy that chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few
-    random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. With `mixed` the
-    seed selects one of these strategies, usually pct.
+    random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. With `mixed`, the
+    seed selects the strategy, usually pct.
 
-    With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
-    `buffered_sends`, a send may complete before its recv starts. If `ordered_launches` or `buffered_sends` is None, the seed decides.
-    `check_dependencies`, on by default, reports conflicting accesses that the program does not order, even if the accesses do not collide
-    in this run. Raises ArgumentError for an unknown picker.
+    With `ordered_launches`, operations of a communicator run in the order in which they were enqueued, even on different streams. With
+    `buffered_sends`, a send may complete before its recv starts. For None, the seed decides about these two. `check_dependencies`, on by
+    default, reports conflicting accesses that the program does not order, even if they do not collide in this run. Raises ArgumentError for
+    an unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
@@ -68,8 +68,8 @@ def parallel(
 ) -> AbstractContextManager[None]:
     """Runs all ready operations of the CPU target in parallel. This is the default.
 
-    `timeout_seconds` applies to both targets. If no rank makes progress for that time, `run` and similar calls raise an error with a
-    report.
+    If no rank makes progress for `timeout_seconds`, `run` and similar calls raise an error with a report. This also holds for the CUDA
+    target.
     """
     return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""Failures of a group: how a rank detects them, reports them to the other ranks, and aborts."""
+"""Failures of a group: a rank detects them, reports them to the other ranks, and aborts."""
 
 import contextlib
 import json
@@ -16,14 +16,14 @@ from hostweave.runtime.standstill import RankPosition, describe, from_json, prin
 from hostweave.runtime.stores import StoreClosed
 from hostweave.types.tensor import Shape
 
-ABORT_TIMEOUT = 15.0  # maximum seconds for an abort
-SEND_TIMEOUT = 1.0  # maximum seconds for the store to accept a message
-_POSITIONS_TIMEOUT = 1.0  # maximum seconds for the other ranks to report their positions
-_STORE_TIMEOUT = 10.0  # maximum seconds for the store to answer whether the group has failed
+ABORT_TIMEOUT = 15.0  # seconds
+SEND_TIMEOUT = 1.0  # seconds for the store to accept a message
+_POSITIONS_TIMEOUT = 1.0  # seconds for the other ranks to report their positions
+_STORE_TIMEOUT = 10.0  # seconds for the store to tell if the group has failed
 
 
 class CalledProgram(Protocol):
-    """A program that this rank has called in a group. LocalProgram implements this interface."""
+    """A program that this rank has called in a group: interface of LocalProgram."""
 
     @property
     def progress(self) -> tuple[str, int, int, float]: ...
@@ -32,13 +32,13 @@ class CalledProgram(Protocol):
 
 
 class StartedCalls(Protocol):
-    """Sizes of the calls that this rank has made of one program. LastSizes implements this interface."""
+    """Sizes of this rank's calls of a program: interface of LastSizes."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 
 
 class FallibleGroup:
-    """The part of a group that handles failures. A group that has failed cannot be used again."""
+    """The part of a group that handles failures."""
 
     in_process: bool  # the ranks are threads of this process
 
@@ -46,20 +46,20 @@ class FallibleGroup:
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
         self.exchange = Exchange(rank, count)
         self.members: dict[str, Any] = {}  # target -> native object for this rank's device
-        self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()  # programs called in this group
-        self.compared_calls = 0  # number of calls whose sizes the ranks compare
+        self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()
+        self.compared_calls = 0  # calls whose sizes the ranks compare
         self.closed = False
         self._lock = threading.RLock()
         self._failure: str | None = None
         self._aborted = threading.Event()  # set when the abort after a failure is done
-        self._calls = 0  # number of calls that this rank has made; all ranks make the same calls
-        self._waits_at_barrier = False  # True while this rank waits at the barrier for late ranks
+        self._calls = 0  # calls of this rank
+        self._waits_at_barrier = False  # True while this rank waits for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # keyed by the result of `number`
+        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # by `number`
 
     @property
     def failure(self) -> str | None:
-        """Reason why the group can no longer be used: its failure, or "closed". None if the group is usable."""
+        """Reason why the group cannot be used: its failure, or "closed". None if it can."""
         return self._failure or ("closed" if self.closed else None)
 
     def expect_working(self) -> None:
@@ -78,11 +78,11 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed, from a rank or as an error of the store. None if the group has not failed."""
+        """Reason why the group has failed, as reported by a rank or because the store does not answer, or None."""
         failure = self.exchange.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
-        except StoreClosed:  # rank 0 has ended normally, so all calls of the group are done
+        except StoreClosed:  # rank 0 has ended normally, so all calls are done
             return None
         except TimeoutError:
             return "the store in the process of rank 0 does not answer"
@@ -93,29 +93,29 @@ class FallibleGroup:
         """Marks the group as failed on all ranks."""
 
         def fail() -> None:
-            if not self._failure:  # a reason that is set was already reported to the other ranks
+            if not self._failure:  # otherwise the other ranks know
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 
         interruptibly(fail)
 
     def _report_failure(self, reason: str) -> None:
-        self.exchange.publish_position(to_json(self.positions()))  # before the failure is reported, because an abort erases positions
+        self.exchange.publish_position(to_json(self.positions()))  # first, because an abort erases positions
         self.exchange.fail(reason)
 
     def interrupted(self, reason: str) -> None:
-        """Handles an interrupt such as Ctrl-C: prints a report on stderr, and aborts. Does nothing if the group has failed before."""
+        """Handles an interrupt such as Ctrl-C: prints a report on stderr, and aborts, unless the group has failed already."""
         if not self._failure:
             print_report(report := self.report(f"rank {self.rank}: {reason}"))
             self.abort(report)
 
     def _send(self, send: Callable[[], None]) -> None:
-        """Sends a message to the other ranks. Errors of the store are ignored."""
+        """Sends a message to the other ranks, and ignores errors of the store."""
         with contextlib.suppress(ExecutionError, TimeoutError):
             within(SEND_TIMEOUT, send)
 
     def abort(self, reason: str) -> None:
-        """Aborts all waits for other ranks. Afterwards no program can be called in this group. Other groups can use the same devices."""
+        """Aborts all waits for other ranks. The group cannot be used afterwards, but other groups can use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
@@ -137,7 +137,7 @@ class FallibleGroup:
         return None
 
     def left_early(self) -> str | None:
-        """Returns a message if this rank waits in a call and another rank has left before this call. Otherwise returns None."""
+        """Message if another rank has left before the call in which this rank waits, or None."""
         call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
@@ -147,19 +147,19 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program. Other ranks refer to the sizes by this number."""
+        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces to the watchdogs of the other ranks that this rank is about to join the next exchange. If ranks compare sizes in this
-        exchange, `sizes` are the sizes of call `call`."""
-        if not self.in_process:  # ranks that are threads detect a late rank without a message
+        """Tells the watchdogs of the other ranks that this rank is about to join the next exchange. If the exchange compares sizes, `sizes`
+        are those of call `call`."""
+        if not self.in_process:  # threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if this rank has begun the next call while another waits in an exchange that this rank will not join, or None."""
+        """Message if another rank waits in an exchange that this rank will not join, because it has begun the next call. None otherwise."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced
@@ -170,14 +170,14 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # read last: a rank joins an exchange before it begins the call that was compared above
+        # read last, because a rank joins an exchange before it begins the call that was compared above
         return difference if self.exchange.number < exchange_number else None
 
     def positions(self) -> list[RankPosition]:
         return [program.position() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
-        """Reports to the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
+        """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
 
         def positions() -> list[str | None]:
             self._report_failure(reason)
@@ -188,6 +188,6 @@ class FallibleGroup:
             lines += describe([from_json(text) if text else None for text in within(_POSITIONS_TIMEOUT + SEND_TIMEOUT, positions)])
         except TimeoutError:
             lines.append("  the store in the process of rank 0 does not answer")
-        except Exception as error:  # the channels must be aborted after any exception
+        except Exception as error:  # any exception, because the abort must follow
             lines.append(f"  {error}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""CUDA graphs of calls: calls that the user captures, and the ranks' decision to run calls as graphs."""
+"""CUDA graphs of calls: those that the user captures, and those of `Options(graph="auto")`."""
 
 from __future__ import annotations
 
@@ -8,40 +8,37 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 
-MAX_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
-CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of 8 calls has new arrays
+MAX_CALLS_BETWEEN_VOTES = 4096
+CALLS_PER_NEW_ARRAY = 8  # a rank votes for graphs if at most one of 8 calls has new arrays
 
 
 class CommonGraphs:
-    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
+    """Decision of all ranks if calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
 
-    The library of these transports requires that all ranks capture a communication, or none. All ranks must therefore decide alike, but a
-    rank knows only whether its own arrays repeat. So all ranks vote before the same calls: calls 3, 5, 9, 17 and so on, at most 4096 calls
-    apart. A rank votes for graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for
-    graphs, calls run as graphs until the next vote. A rank with new arrays then captures another graph. If some rank votes against
-    graphs, calls run without graphs until the next vote.
+    NCCL requires that all ranks capture a communication, or none. But a rank knows only if its own arrays repeat. So all ranks vote before
+    calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if nearly all of its calls since the last vote had arrays
+    of earlier calls. If all ranks vote for graphs, calls run as graphs until the next vote, and a call with new arrays is captured.
+    Otherwise calls run without graphs.
     """
 
     def __init__(self) -> None:
         self.agreed = False
         self._calls, self._votes_after = 0, 2
-        self._at_last_vote = 1, 1  # (calls, calls with new arrays) at the last vote; the first call always has new arrays
+        self._at_last_vote = 1, 1  # (calls, calls with new arrays); the first call always has new arrays
 
     @property
     def is_due(self) -> bool:
         return self._calls >= self._votes_after
 
     def count(self) -> None:
-        """Counts a call. All ranks make the same calls."""
         self._calls += 1
 
     def vote(self, unseen: int) -> bool:
-        """Vote of this rank. `unseen` is the number of this rank's calls so far that had new arrays."""
+        """Vote of this rank. `unseen` counts this rank's calls with new arrays."""
         calls, new = self._calls - self._at_last_vote[0], unseen - self._at_last_vote[1]
         return new * CALLS_PER_NEW_ARRAY <= calls
 
     def decide(self, agreed: bool, unseen: int) -> None:
-        """Sets whether calls run as graphs until the next vote."""
         self.agreed = agreed
         self._at_last_vote = self._calls, unseen
         self._votes_after = self._calls + min(self._calls, MAX_CALLS_BETWEEN_VOTES)
@@ -50,20 +47,19 @@ class CommonGraphs:
 class Captured:
     """A call with fixed arrays that was captured as a CUDA graph. `Program.capture` returns it.
 
-    A launch computes `outputs` from the current values of the captured input arrays. All launches write to the same memory, so only one
-    thread at a time may use the object. If several threads use the object, put each launch, and each use of its inputs and outputs, inside
-    `with step:`.
+    A launch computes `outputs` from the current values of the captured input arrays. All launches write to the same memory. If several
+    threads use the object, put each launch, and each use of its inputs and outputs, inside `with step:`.
 
     Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
     """
 
     def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Callable[[], Any]):
-        self.launch = launch  # takes a stream or None
-        self._inputs = inputs  # keeps the memory that the graph reads alive
+        self.launch = launch
+        self._inputs = inputs  # keeps memory alive
         self._outputs = outputs
         self._launch_lock = threading.RLock()
-        self._depth = 0  # nesting depth of `with` in the thread that has the lock
-        self._last: tuple[threading.Thread, bool] | None = None  # (thread of the last launch, True if the launch was inside `with`)
+        self._depth = 0  # nesting of `with` in the thread that has the lock
+        self._last: tuple[threading.Thread, bool] | None = None  # (thread, True if inside `with`) of the last launch
 
     def __enter__(self) -> Captured:
         self._launch_lock.acquire()
@@ -76,17 +72,17 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """Array, or tuple of arrays, with the results of the last launch. Each launch writes to the same arrays. If the library cannot
-        share memory, as for JAX, `outputs` are new copies."""
+        """Result array, or tuple of arrays, of the last launch. Each launch writes to the same arrays. For libraries that cannot share
+        memory, such as JAX, `outputs` are new copies."""
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
-        """Launches the graph after all work on `stream`, like a call of the program. By default `stream` is the current stream of the
-        arrays' library.
+        """Launches the graph on `stream`, like a call of the program, and returns `outputs`. By default `stream` is the current stream of
+        the arrays' library. On the CPU target, the launch returns when the work is done.
 
-        Returns `outputs`. On the CPU target, the launch returns when the work is done. Raises ExecutionError if the group has failed, if
-        the program is closed, or if several threads launch the graph without `with step:`. Raises CaptureError if the stream is being
-        captured. Raises ArgumentError if arrays or an invalid stream are passed, or if the other ranks launch with other sizes.
+        Raises ExecutionError if the group has failed, if the program is closed, or if several threads launch the graph without `with
+        step:`. Raises CaptureError if the stream is being captured. Raises ArgumentError if arrays or an invalid stream are passed, or if
+        the other ranks launch with other sizes.
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays; write new values into the captured arrays")

@@ -1,22 +1,22 @@
-"""A barrier in shared memory, at which processes of one host also compare a number. A barrier takes a few microseconds."""
+"""A barrier of a few microseconds in shared memory, at which processes of one host also compare a number."""
 
 import mmap
 import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # low bits of a word, for the value; the upper 16 bits are the number of the exchange
+_BITS = 48  # low bits of a word: the value; upper 16 bits: number of the exchange
 _WORD = 8  # bytes, read and written atomically
 _MAX_SPINS = 200  # polls without a pause
 _CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
 
 
 class HostBarrier:
-    """Two words per rank, for alternate exchanges. A rank that starts exchange n + 2 has seen all ranks start exchange n + 1. All ranks
-    have therefore read the words of exchange n, which are now overwritten."""
+    """Two words per rank, for alternate exchanges. A rank starts exchange n + 2 only after all ranks have started exchange n + 1. So all
+    ranks have read the words of exchange n, which exchange n + 2 overwrites."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
-        """Creates the shared memory, or maps the memory that another process has created at `path`. Raises OSError if that fails."""
+        """Creates the shared memory, or maps that of another process at `path`. Raises OSError if this fails."""
         self._rank, self._count, self._number = rank, count, 0
         size = 2 * count * _WORD
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hostweave", os.MFD_CLOEXEC)
@@ -36,12 +36,12 @@ class HostBarrier:
         return [rank for rank in range(self._count) if self._words[first_word + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 
     def forget_path(self) -> None:
-        """Closes the file, so that its path becomes invalid. Call this method after all ranks have mapped the memory."""
+        """Closes the file, after all ranks have mapped the memory."""
         os.close(self._file)
 
     def agree(self, value: int, on_wait: Callable[[], None]) -> bool:
-        """Returns True on all ranks if the low 48 bits of all ranks' values are equal, otherwise False on all ranks. Calls `on_wait` every
-        50 ms until all ranks have arrived. `on_wait` may raise."""
+        """Returns True if the low 48 bits of all ranks' values are equal. Calls `on_wait`, which may raise, every 50 ms until all ranks
+        have arrived."""
         self._number += 1
         count, first_word = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
         own_word = count << _BITS | value & (1 << _BITS) - 1

@@ -49,7 +49,7 @@ class _Call:
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
-_calls: list[_Call] = []  # never removed, because compiled functions refer to calls by index
+_calls: list[_Call] = []  # kept, because compiled functions refer to calls by index
 _calls_lock = reset_after_fork(threading.Lock())
 
 
@@ -107,7 +107,7 @@ def _shape_and_dtype(name: str, parameter: Any, array: Array) -> tuple[tuple[int
 
 
 def _device(jax: Any, program: Program) -> int:
-    """Index of the device on which JAX keeps the arrays of this process."""
+    """Index of JAX's only device in this process."""
     backend, name = program.target.name, f"{program.name}: as_jax_ffi"
     try:
         devices = jax.local_devices(backend=backend)
@@ -144,7 +144,7 @@ _native_run = ctypes.CFUNCTYPE(
 
 @cache
 def _register(jax: Any, target: str) -> str:
-    """Registers the custom call for the programs of a target. Returns its name."""
+    """Registers the custom call of a target's programs. Returns its name."""
     library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
     return name
@@ -152,7 +152,7 @@ def _register(jax: Any, target: str) -> str:
 
 @cache
 def _library(include: Path, version: str) -> ctypes.CDLL:
-    """Native handler of the custom calls, compiled on first use with the headers of the installed JAX."""
+    """Native handler of the calls, compiled on first use with the headers of the installed JAX."""
     toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]

@@ -10,7 +10,7 @@ from hostweave.base.errors import ArgumentError
 
 Environ = Mapping[str, str]
 
-# first port used without MASTER_PORT: such ports are not usual values of MASTER_PORT, and are below the ephemeral ports
+# first port without MASTER_PORT: not a usual MASTER_PORT, and below the ephemeral ports
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16
@@ -18,7 +18,7 @@ _PORTS = 16
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of the environment variables of a launcher. The launcher has started this process if `marker` is set."""
+    """Names of a launcher's environment variables. `marker` is set if the launcher has started this process."""
 
     marker: str
     rank: str
@@ -49,7 +49,7 @@ def launched(environ: Environ) -> bool:
 
 
 class LaunchedRank:
-    """Rank of this process, and the address of the job's store: one of a few ports of `host`."""
+    """Rank of this process, and address of the job's store: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):
         launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
@@ -63,7 +63,7 @@ class LaunchedRank:
         self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
         self.host = _host(environ, launcher, self.count)
         self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # address at which rank 0 listens
-        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret that the ranks of the job share
+        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret of the job
         self.ports, self.job = _ports_and_job(environ, launcher)
 
 
@@ -98,9 +98,9 @@ def first_node(nodes: str) -> str:
 
 
 def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
-    """Ports to try, and the name of the job, both equal on all ranks. MASTER_PORT itself is left to torch.distributed."""
+    """Ports to try, and the name of the job, equal on all ranks. MASTER_PORT is left to torch.distributed."""
     names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher does not name the job, but the processes on one host have the same parent
+    # MPICH's launcher does not name the job, but its processes on a host have the same parent
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job

@@ -1,7 +1,7 @@
-"""Prevents programs from running while the interpreter exits, or in a forked child of a process that ran programs.
+"""Prevents programs from running while the interpreter exits, or in a forked child of a process that has run programs.
 
-When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Before that,
-this module stops all running calls and refuses new calls.
+At exit, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. This module first stops all calls
+and refuses new ones.
 """
 
 import os
@@ -13,12 +13,12 @@ from types import ModuleType
 from hostweave.base.errors import ExecutionError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 
-_GRACE_SECONDS = 0.2  # seconds that calls get to end by themselves
-_INTERRUPT_TIMEOUT = 15.0  # seconds that calls get to stop after an interrupt
-_BACKGROUND_TIMEOUT = 2.0  # seconds that background threads get to end, for example threads that destroy communicators
+_GRACE_SECONDS = 0.2  # seconds for calls to end by themselves
+_INTERRUPT_TIMEOUT = 15.0  # seconds for calls to stop after an interrupt
+_BACKGROUND_TIMEOUT = 2.0  # seconds for background threads to end, such as those that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
-_used = False  # True if this process, or its parent before the fork, has used threads or devices
+_used = False  # True if this process has used threads or devices
 _forked = False
 
 
@@ -27,7 +27,7 @@ class Exiting(ExecutionError):
 
 
 class _Calls:
-    """Counts the threads that are inside the runtime. A thread enters by `with calls:`."""
+    """Counts the threads inside the runtime, which enter by `with calls:`."""
 
     def __init__(self) -> None:
         self._inside: dict[int, int] = {}  # thread -> nesting depth; each thread writes only its entry
@@ -52,7 +52,7 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. This thread's own entry is ignored, because an interrupt may have prevented its removal."""
+        """Stops the calls of other threads. Ignores this thread's entry, because an interrupt may have prevented its removal."""
         if self.ending:
             return
         self.ending = True
@@ -62,7 +62,7 @@ class _Calls:
         self._wait(_INTERRUPT_TIMEOUT)
 
     def finish(self) -> None:
-        """Waits a limited time for background threads of the runtime, which may themselves wait for other ranks."""
+        """Waits a limited time for background threads of the runtime, which may wait for other ranks."""
         deadline = time.monotonic() + _BACKGROUND_TIMEOUT
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))
@@ -81,16 +81,15 @@ calls = _Calls()
 
 
 def expect_running() -> None:
-    """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer waits for it. Functions
-    that wait call `expect_running` repeatedly."""
+    """Raises Exiting if the interpreter is exiting, and Interrupted if the caller no longer waits. For repeated calls during a wait."""
     if calls.ending:
         raise Exiting("the interpreter is exiting; join threads that run programs before the main thread ends")
     expect_not_interrupted()
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used. Call this function before any
-    import: if another thread was importing a module at the fork, an import of that module in the child never ends."""
+    """Raises ExecutionError in a forked process whose parent has run programs. To be called before any import: if another thread was
+    importing a module at the fork, an import of that module never ends in the child."""
     global _used
     if _forked:
         raise ExecutionError("programs cannot run in a forked process if they ran before the fork; use spawn")
@@ -98,8 +97,7 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function that is called if calls are still running at the exit of the interpreter. The function must stop calls that do
-    not poll `expect_running`."""
+    """Registers a function that stops calls which do not poll `expect_running`, at the exit of the interpreter."""
     _interrupts.append(interrupt)
 
 

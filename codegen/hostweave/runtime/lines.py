@@ -1,4 +1,4 @@
-"""Adds the user's source lines to errors that name a line of the generated program."""
+"""Adds the user's source lines to errors that name lines of the generated program."""
 
 import re
 from functools import cache
@@ -7,13 +7,13 @@ from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PROGRAM_LINE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not yet preceded by the user's line
-_SOURCE_COMMENT = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment with the user's line, above the C++ for that line
+_PROGRAM_LINE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not after the user's line
+_SOURCE_COMMENT = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the C++ for a line of the user
 
 
 def with_source_lines(text: str, module: ModuleType) -> str:
-    """Inserts the user's source line before each line of `program.cpp` that a text names, as in `model.py:12, program.cpp:64`. A line
-    without a known source does not change. If program.cpp no longer exists, no line changes."""
+    """Inserts the user's source line, if known, before each line of `program.cpp` that a text names, as in `model.py:12,
+    program.cpp:64`."""
 
     def with_source(found: re.Match[str]) -> str:
         source = _source_lines(module.__file__ or "").get(int(found[1]))
@@ -29,8 +29,7 @@ def add_source_lines(error: ExecutionError, module: ModuleType) -> None:
 
 @cache
 def _source_lines(file_of_module: str) -> dict[int, str]:
-    """Maps line numbers of a module's program.cpp to the user's lines. A source comment applies to the lines below it, up to an empty line
-    or the next comment."""
+    """Maps line numbers of a module's program.cpp to the user's lines. A source comment applies up to an empty line or the next comment."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()
     except OSError:  # the cache was cleared

@@ -1,7 +1,7 @@
-"""Rendezvous: the protocol by which the ranks of a group find each other, initially and after a failure.
+"""Rendezvous: the ranks of a group find each other, at first and after a failure.
 
-Each rank posts an entry with a random token. Rank 0 removes the entries, so that no entry is used twice. For each rank, rank 0 writes an
-answer under a key with the rank's token. The answer contains the ranks, and the epoch, which is part of every key after the rendezvous.
+Each rank posts an entry with a random token. Rank 0 removes the entries, so that none is used twice, and answers each rank under a key with
+the rank's token. The answer has the ranks, and the epoch, which is part of all later keys.
 """
 
 import json
@@ -28,7 +28,7 @@ class JoinedRank:
 
     token: str
     rank: int
-    count: int  # number of ranks that this rank expects
+    count: int  # ranks that this rank expects
     host: str  # host name, boot id and pid namespace
 
 
@@ -36,7 +36,7 @@ class JoinedRank:
 class World:
     """The ranks of a group after the rendezvous."""
 
-    prefix: str  # prefix of the group's keys; earlier groups with the same name had other prefixes
+    prefix: str  # begins the group's keys; groups of the same name have different prefixes
     epoch: str
     entries: tuple[JoinedRank, ...]  # by rank
 
@@ -50,7 +50,8 @@ class World:
 
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
-    """Waits until rank 0 has met all ranks that it expects. Raises ExecutionError after a timeout, or if their expected numbers differ."""
+    """Waits until rank 0 has met all ranks. Raises ExecutionError after `timeout` seconds, or if the ranks expect different numbers of
+    ranks."""
     prefix = f"hostweave/{quote(group, safe='')}"
     entry = JoinedRank(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
@@ -82,7 +83,7 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
 
 
 def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
-    """Sends the answer of rank 0 to all ranks, after all have posted their entries."""
+    """Answers all ranks, after all have posted their entries."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:
@@ -104,7 +105,7 @@ def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Joine
 
 
 def _peek(store: Store, prefix: str, rank: int) -> JoinedRank | bytes:
-    """Entry of a rank, or the value that replaced it: `_GAVE_UP`, or `_REMOVED` if there was no entry or rank 0 removed it."""
+    """Entry of a rank, `_GAVE_UP`, or `_REMOVED` if there is no entry."""
     try:
         text = store.get(f"{prefix}/entry/{rank}", 0)
     except TimeoutError:
@@ -122,7 +123,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
 
 
 def this_host() -> str:
-    """Host name, boot id and pid namespace. Ranks for which all three are equal can map each other's memory."""
+    """Host name, boot id and pid namespace. If all three are equal, ranks can map each other's memory."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     texts = (boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else "")
     return " ".join((socket.gethostname(), *texts))

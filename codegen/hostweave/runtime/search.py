@@ -1,6 +1,6 @@
 """The search of `Options(overlap="search")`: runs the program with the best alternatives of each choice, and keeps the fastest.
 
-Results are stored as JSON in the cache folder, by program, options and machine. Later compiles read the results and run nothing.
+Results are stored in the cache folder, by program, options and machine. Later compiles read the results.
 """
 
 import json
@@ -21,7 +21,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
 RANKED = 3  # alternatives to run per choice, in addition to the sequential program
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # number of rounds; in a round, number of warm-up calls and of timed calls of every alternative
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # warm-up calls and timed calls are those of an alternative in a round
 
 
 class Searched(Protocol):
@@ -37,8 +37,8 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """Returns the choices of a program with measured times. Each choice keeps only the alternatives that were run, fastest first. `make`
-    compiles the program with given alternatives. `key` identifies the options and the machine."""
+    """Choices of a program with measured times, fastest alternative first. Alternatives that did not run are omitted. `make` compiles the
+    program with given alternatives. `key` identifies the options and the machine."""
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.given_sizes() if name not in sizes]:
         raise ProgramError(f"{here} runs the program, but sizes are missing: {', '.join(missing)}; pass them as Options(sizes={{...}})")
@@ -62,7 +62,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Alternative, ...]:
-    """Runs the alternatives of a choice. Returns the alternatives with the program's time in microseconds, fastest first."""
+    """Runs the best alternatives of a choice. Returns them with the program's time in microseconds, fastest first."""
     by_time = sorted(choice.alternatives, key=lambda one: one.micros)
     wanted = [one for i, one in enumerate(by_time) if i < RANKED or one.algorithm == IN_SEQUENCE]
     programs = [make({**chosen, choice.name: one.name}) for one in wanted]
@@ -80,7 +80,7 @@ def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
-    """Returns a global array for measurements. Floats are random, because matmuls of zeros run faster. Integers are 0, because they may be
+    """Global array for measurements. Floats are random, because matmuls of zeros are faster. Integers are 0, because they may be
     indices."""
     shape = tuple(size.bind(sizes) for size in type.shape)
     if type.dtype.kind != "float":
@@ -93,7 +93,7 @@ def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def _read(file: Path) -> tuple[Choice, ...] | None:
-    """Returns the stored result, or None. Raises ArgumentError if the file is malformed."""
+    """The stored result, or None. Raises ArgumentError if the file is malformed."""
     try:
         rows = json.loads(file.read_text())
         return tuple(Choice(row["value"], row["function"], tuple(Alternative(*one) for one in row["alternatives"]), True) for row in rows)

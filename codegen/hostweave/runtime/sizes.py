@@ -1,4 +1,4 @@
-"""Compares the sizes of calls between ranks that are processes, whenever sizes change."""
+"""Compares the sizes of calls between ranks that are processes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from hostweave.runtime.exchange import CallSignature, other_call
 from hostweave.runtime.group import Group
 from hostweave.types.tensor import Shape, holds
 
-_CALLS_KEPT = 256  # number of latest calls whose sizes a rank keeps for error messages
+_CALLS_KEPT = 256  # latest calls whose sizes a rank keeps for error messages
 
 
 class CallSizes(NamedTuple):
-    """Shapes of a call's inputs on one rank."""
-
     local: Sequence[Shape]
-    global_shapes: Sequence[Shape]  # shapes of the global arrays that the rank infers
+    global_shapes: Sequence[Shape]  # inferred by the rank
 
 
 class LastSizes:
-    """Sizes of the last calls of a program and its variants, on one rank of a group.
+    """Sizes of a rank's last calls of a program and its variants.
 
-    Ranks compare sizes before a call whose sizes differ from those of the previous call. If the sizes of all ranks are consistent, all
-    ranks compare before the same calls. A rank announces that it is about to compare. If another rank has begun the call without comparing,
-    the watchdog of that rank reads the announcement and fails the group.
+    A rank compares sizes before a call if they differ from those of the previous call. It first announces the comparison. If sizes are
+    consistent, all ranks compare before the same calls. Otherwise, the watchdog of a rank that has begun the call without comparing reads
+    the announcement, and fails the group.
     """
 
     def __init__(self, group: Group):
-        self.number = group.number(self)  # the same on all ranks, because the first call of a program is collective
-        self.calls = 0  # number of calls that this rank has begun
+        self.number = group.number(self)  # equal on all ranks, because the first call of a program is collective
+        self.calls = 0  # calls that this rank has begun
         self.recent_calls: deque[tuple[ComparedSizes, CheckedCall]] = deque(maxlen=_CALLS_KEPT)
-        self.agreed_sizes: tuple[int, ...] | None = None  # sizes that all ranks passed in the last comparison
-        self.variant: ComparedSizes | None = None  # variant that made the last call
-        self.shapes: object = None  # key of the shapes of the last call
+        self.agreed_sizes: tuple[int, ...] | None = None  # in the last comparison
+        self.variant: ComparedSizes | None = None  # variant of the last call
+        self.shapes: object = None  # key of the last call's shapes
 
     @classmethod
     def of(cls, group: Group, family: object) -> LastSizes:
-        """Sizes of a program in a group. `family` is an object that all variants of the program share."""
+        """The object for a program in a group. `family` is an object that all variants of the program share."""
         last = group.last_sizes.get(family)
         if not isinstance(last, cls):
             last = group.last_sizes[family] = cls(group)
         return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's sizes. None if the sizes are equal, if this rank has not
-        begun the call, or if the call is too old."""
+        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal, if this rank has not begun the
+        call, or if the call is too old."""
         calls_ago = self.calls - call
         if calls_ago < 0 or calls_ago >= len(self.recent_calls):
             return None
@@ -59,7 +57,7 @@ class LastSizes:
 
 
 class ComparedSizes:
-    """Sizes that all ranks have passed to one variant of a program."""
+    """Sizes that all ranks have passed to a variant of a program."""
 
     def __init__(
         self,
@@ -75,8 +73,8 @@ class ComparedSizes:
         self._named_dims = tuple(dims.items())  # (name, (input, dim)) for each symbolic size
         self._known: set[tuple[int, ...]] = set()
         self._last = last
-        self._variant = hash(tuple(signature.digest.encode()))  # the same on all ranks
-        self.is_first = True  # True until a call was made or prepared
+        self._variant = hash(tuple(signature.digest.encode()))  # equal on all ranks
+        self.is_first = True
 
     def begin(self, checked_call: CheckedCall) -> None:
         self._last.recent_calls.append((self, checked_call))
@@ -84,14 +82,13 @@ class ComparedSizes:
         self._group.compared_calls += 1
 
     def undo_begin(self) -> None:
-        """Removes the last call from the counts, because it was not made."""
         self._last.recent_calls.pop()
         self._last.calls -= 1
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless the sizes equal those of the last call. Returns True if the sizes are
-        new. `shapes` is a key that determines the sizes."""
+        """Compares the sizes of the next call between ranks, unless they equal those of the last call. Returns True if they are new.
+        `shapes` is a key of the sizes."""
         last = self._last
         if last.variant is self and last.shapes == shapes:
             return False
@@ -126,7 +123,7 @@ class ComparedSizes:
             raise ArgumentError(f"{self._host.name}: {difference}")
 
     def compare_prepared(self, global_shapes: Sequence[Sequence[Shape]]) -> None:
-        """Compares the sizes for which all ranks prepare calls. Calls at these sizes are then known to be consistent."""
+        """Compares the sizes for which all ranks prepare calls."""
         combinations = [self._combination(shapes) for shapes in global_shapes]
         records = [json.loads(record) for record in self._gather(0, json.dumps(combinations))]
         if other := next((rank for rank, record in enumerate(records) if record != records[0]), None):
@@ -138,7 +135,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], checked_call: CheckedCall) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's sizes. None if the sizes are equal."""
+        """Describes how another rank's sizes of a call differ from this rank's, or None."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(checked_call)})
 
     def _gather(self, call: int, record: str) -> list[str]:
@@ -154,7 +151,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """Describes the first input whose size differs between these ranks, with the size on each rank."""
+        """Describes the first input whose size differs between these ranks."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.global_shapes[index] for sizes in given.values()}) == 1:
                 continue

@@ -1,7 +1,6 @@
-"""Report of a hang. For each rank and stream, the report shows the last finished line and the first unfinished line. It also shows the
-ranks for which the unfinished line waits.
+"""Report of a hang: for each rank and stream, the last finished line, the first unfinished line, and the ranks for which this line waits.
 
-Each rank describes its position as a list of `RankPosition`, one per program, in JSON. `describe` combines the positions of all ranks.
+A rank's position is a list of `RankPosition`, one per program. `describe` combines those of all ranks.
 """
 
 import json
@@ -19,19 +18,19 @@ _OTHER_EDGES = {
     "unknown": "or a later line is not done (graphs report progress only with HOSTWEAVE_GRAPH_PROGRESS=1)",
     "none": "is not done",
 }
-_MAX_CHARACTERS = 48  # if the text of a call is longer, the report omits all arguments but the first
+_MAX_CHARACTERS = 48  # the report shows only the first argument of a longer call
 
 Line = tuple[int, str]  # (line number in program.cpp or 0, the call on that line)
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Position of a rank in a program: the numbers of calls made and done, and the streams of the first unfinished call."""
+    """Position of a rank in a program: calls made and done, and the streams of the first unfinished call."""
 
     program: str
     made: int
     done: int
-    call: int = 0  # number of the first unfinished call; 0 if all calls are done
+    call: int = 0  # the first unfinished call, or 0
     is_graph: bool = False
     is_enqueuing: bool = False
     enqueued: str = ""  # last line that the host has enqueued
@@ -52,7 +51,7 @@ class RankPosition:
 
 
 def marks_graphs() -> bool:
-    """True if CUDA graphs record their progress for the report. On the CPU target, graphs always record their progress."""
+    """True if CUDA graphs record their progress for the report. On the CPU target they always do."""
     return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 
@@ -79,7 +78,7 @@ def from_json(text: str) -> list[RankPosition]:
 
 
 def describe(ranks: Sequence[list[RankPosition] | None]) -> list[str]:
-    """Lines of the report for the positions of all ranks, indexed by rank. None stands for a rank that does not answer."""
+    """Lines of the report. None stands for a rank that does not answer."""
     lines = []
     for rank, positions in enumerate(ranks):
         if positions is None:
@@ -107,7 +106,7 @@ def _lines_of(position: RankPosition, rank: int, ranks: Sequence[list[RankPositi
 
 
 def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequence[list[RankPosition] | None]) -> str:
-    """Describes what an unfinished line waits for: an event, or other ranks."""
+    """Text about the event or the ranks for which an unfinished line waits."""
     edge, channel = stream["edge"], stream["channel"]
     if edge == "event":
         at_peer = stream["source"] == stream["next"]
@@ -125,7 +124,7 @@ def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequ
 
 
 def _late_ranks(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequence[list[RankPosition] | None]) -> Iterator[str]:
-    """Text for each rank that has not arrived at the communication, with the known state of the rank."""
+    """Texts about the ranks that have not arrived at the communication."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue
@@ -144,6 +143,6 @@ def _late_ranks(position: RankPosition, stream: dict[str, Any], rank: int, ranks
 
 
 def print_report(report: str) -> None:
-    """Writes a report to stderr in one piece. print would write the newline separately, and several ranks share a terminal."""
+    """Writes a report to stderr in one piece, because several ranks share a terminal. print would write the newline separately."""
     sys.stderr.write(f"hostweave: {report}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in this process, for `Program.run`. Each rank has a thread and a group."""
+"""All ranks of a mesh in this process, one thread each, for `Program.run`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from hostweave.targets.target import Target
 T = TypeVar("T")
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
-_END_TIMEOUT = 1.0  # seconds that threads get to end at the exit of the process
-_STOP_TIMEOUT = 60.0  # seconds that stopped ranks get to answer; on the CPU target a rank may be in a long matmul
+_END_TIMEOUT = 1.0  # seconds for threads to end at exit
+_STOP_TIMEOUT = 60.0  # seconds for stopped ranks to answer; a rank of the CPU target may be in a long matmul
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
-_kept_alive: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
-_run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks: two such programs could deadlock
+_kept_alive: list[BaseException] = []  # errors at exit, because freeing the objects to which they refer would crash the process
+_run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks, because two such programs could deadlock
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call on one rank: the host time of the C++ function `run`, and the device time from the first work to the last."""
+    """Times of a call on a rank: host time of the C++ function `run`, and device time from the first work to the last."""
 
     enqueue_us: float
     total_ms: float
-    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # time from the start of the first work to each mark
+    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # from the start of the first work to each mark
 
 
 class Team:
-    """Ranks of one group. Programs with equal targets and numbers of ranks share a team. After a failure of the group the team is `broken`,
-    and must be replaced. The main thread must not use a team, because the main thread handles signals (see `interruptibly`)."""
+    """Ranks of one group. Programs with equal targets and numbers of ranks share a team. A team whose group has failed is `broken`, and
+    must be replaced. The main thread must not use a team, because it handles signals (see `interruptibly`)."""
 
     def __init__(self, size: int):
         self._work: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size)]
@@ -79,19 +79,18 @@ class Team:
         return any(group.failure for group in self.groups)
 
     def close(self) -> None:
-        """Frees the resources of programs on the ranks, and ends each thread after its current work."""
+        """Closes the groups, and ends each thread after its current work."""
         for group in self.groups:
             group.close()
         self._end_threads()
 
     def join(self, seconds: float) -> None:
-        """Waits up to `seconds` for the threads of a closed team to end."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def run(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], poison: bool) -> None:
-        """Makes calls back to back, and waits for the last call. An interrupt stops the ranks."""
+        """Makes calls back to back, and waits for the last one. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._call(programs, calls, lambda staged, native_schedule: staged.run(native_schedule, poison))
@@ -102,34 +101,34 @@ class Team:
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
-        """Returns the result of `work` on every rank, after preparing the ranks for these calls."""
+        """Prepares the ranks for these calls, and runs `work` on every rank."""
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
         with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            # stages the calls of all ranks on this thread, because waking the ranks' threads would take longer
+            # on this thread, because waking the ranks' threads takes longer
             staged_calls = [program.staged(calls) for program in programs]
         with self.lease(module, programs[0].target, schedule()):
             return self.each(lambda rank: staged_calls[rank](work), programs)
 
     @contextmanager
     def lease(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
-        """Waits until the devices are free, and leases them in the `with` block."""
+        """Waits until the devices are free, and leases them."""
         member = self.groups[0].member(module, target)
         while not (lease := module.lease(module.Schedule(**vars(wanted)), member, POLL_SECONDS)):
             expect_running()
         try:
             yield
         finally:
-            del lease, member  # otherwise the traceback of an error would keep these objects alive
+            del lease, member  # or the traceback of an error would keep these objects alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
-        """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
+        """Runs `work` on each rank's thread. Returns the results, by rank.
 
-        Stops all ranks, wherever they wait, in three cases: this call is interrupted, `programs` make no progress, or the group fails.
-        Other errors of a rank do not stop the other ranks. Raises the error that made the group fail, or else the first error.
+        If this call is interrupted, `programs` make no progress, or the group fails, stops all ranks. Other errors of a rank do not stop
+        the other ranks. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -146,7 +145,7 @@ class Team:
                 except BaseException as interruption:
                     error, failure = interruption, reason_of(interruption)
                     if is_stopping:
-                        break  # the ranks did not stop within _STOP_TIMEOUT seconds
+                        break  # the ranks do not stop
                 if error:
                     errors.append(error)
                     if failure and not is_stopping:
@@ -158,19 +157,19 @@ class Team:
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
             return [results[rank] for rank in range(len(self._work))]
         finally:
-            errors.clear()  # the tracebacks of the errors refer to this frame
+            errors.clear()  # their tracebacks refer to this frame
             error = None
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
-        """Raises ExecutionError if the interpreter exits or no rank makes progress. The CPU device itself detects missing progress."""
+        """Raises ExecutionError if the interpreter exits, or no rank makes progress. The CPU device detects the latter itself."""
         expect_running()
         if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))
 
     def _abort(self, reason: str) -> None:
-        """Aborts all ranks at the same time, because the abort of one rank may wait for the abort of another rank."""
+        """Aborts all ranks at the same time, because the abort of a rank may wait for that of another rank."""
         for group in self.groups[:1]:
-            group.exchange.fail(reason)  # also ends waits on the host
+            group.exchange.fail(reason)  # ends waits on the host
         stopping = [threading.Thread(target=group.abort, args=(reason,)) for group in self.groups]
         for thread in stopping:
             thread.start()
@@ -184,7 +183,7 @@ class Team:
 
 @contextmanager
 def team_of(target: Target, size: int) -> Iterator[Team]:
-    """Team of `size` ranks for programs of a target. Only the current thread may use the team. A team that breaks is closed."""
+    """Team of `size` ranks for programs of a target, for this thread only. A team that breaks is closed."""
     key = target.name, size
     with acquired(_run_lock), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)
@@ -203,7 +202,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # a reference to the work may keep device memory of a program alive
+        del work  # may keep device memory alive
 
 
 def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
@@ -230,7 +229,7 @@ def _stop_deadline(deadline: float) -> Callable[[], None]:
 
 
 def _print_positions(programs: Sequence[LocalProgram], error: BaseException) -> None:
-    """Prints the positions of the ranks on stderr if an interruption such as Ctrl-C occurs during a call."""
+    """Prints the positions of the ranks on stderr, for an interruption such as Ctrl-C during a call."""
     if not isinstance(error, Exception) and any(program.progress[3] > 0 for program in programs):
         print_report("\n".join([f"{programs[0].host.name}: {reason_of(error)}", *_positions(programs)]))
 
@@ -241,7 +240,7 @@ def _positions(programs: Sequence[LocalProgram]) -> list[str]:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the threads of all ranks, because Python would otherwise end them and destroy their objects while the process exits."""
+    """Ends the threads of all ranks, before Python ends them and destroys their objects."""
     native_calls.end()
     for team in _teams.values():
         team.close()

@@ -1,8 +1,8 @@
-"""Watchdog of a group: threads that detect failures while the rank waits in native code or only enqueues.
+"""Watchdog of a group: detects failures while the rank waits in native code or only enqueues.
 
-A failure is one of these: a call exceeds its timeout, the store does not answer, or another rank reports a failure, leaves, or makes a
-different call. The watchdog thread then reports the position of every rank and aborts the channels, which ends all waits. A separate
-listener thread reads the reports of other ranks, because a store that does not answer would block the watchdog thread.
+A failure is a call that exceeds its timeout, a store that does not answer, or another rank that reports a failure, leaves, or makes a
+different call. The watchdog then reports the position of every rank, and aborts the channels, which ends all waits. A separate listener
+thread reads the reports of other ranks, because a store that does not answer would block the watchdog.
 """
 
 import threading
@@ -16,15 +16,15 @@ from hostweave.runtime.lifetime import Exiting, calls
 from hostweave.runtime.standstill import print_report
 from hostweave.runtime.stores import StoreClosed
 
-_PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the other ranks
+_PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and of the other ranks
 
 
 class Watchdog:
     """The two threads, and the failure that the listener has found."""
 
     def __init__(self, group: FallibleGroup):
-        """Starts the threads, which run until the group is closed, fails or is freed."""
-        self.reason = ""  # reason why the group has failed, from another rank
+        """The threads run until the group is closed, fails or is freed."""
+        self.reason = ""  # failure that another rank has reported
         self.store_error = ""  # error of a store that does not answer
         self.wake_up = threading.Event()
         self._waits_at_store = group.exchange.blocks_on_failure
@@ -36,13 +36,13 @@ class Watchdog:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads when the group is closed. A thread in C++ code of the store would abort the process when Python exits."""
+        """Ends the threads, because a thread in C++ code of the store would abort the process when Python exits."""
         self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTEN_SECONDS)
 
 
-# The threads may free the group and its device memory, but only inside `with calls`, so that the interpreter does not exit meanwhile.
+# The threads may free the group and its device memory, but only inside `with calls`, because the interpreter then does not exit.
 
 
 def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:
@@ -65,7 +65,7 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """The group's exchange, and the reason why this rank cannot continue or None. None if the group is freed or has failed."""
+    """The group's exchange, and the reason why this rank cannot continue, or None. Only None if the group is freed or has failed."""
     group = group_ref()
     return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 
@@ -80,11 +80,11 @@ def _watch(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> N
 
 
 def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> bool:
-    """Fails the group if there is a failure. Returns True if the group is freed or has failed."""
+    """Fails the group after a failure. Returns True if the group is freed or has failed."""
     group = group_ref()
     if not group or group.failure:
         return True
-    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # in order of decreasing detail
+    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # the most detailed one first
         print_report(report := group.report(reason))
         group.abort(report)
     return bool(reason)

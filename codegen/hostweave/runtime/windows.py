@@ -1,4 +1,4 @@
-"""Arrays in windows. A window is memory of a rank that the other ranks can access in place. `Group.empty` allocates such arrays."""
+"""Arrays in windows, which `Group.empty` allocates. A window is memory of a rank that the other ranks can access."""
 
 import threading
 import weakref
@@ -25,7 +25,7 @@ from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
-# DLPack type codes, by dtype or by its kind, and the DLPack code of CUDA devices.
+# DLPack codes of types, by dtype or kind, and of CUDA devices.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
@@ -33,7 +33,7 @@ _build_lock = reset_after_fork(threading.Lock())
 
 
 class WindowPosition(NamedTuple):
-    """Position of an array in window memory, equal on all ranks if their arrays come from the same call of `empty`."""
+    """Position of an array in window memory, equal on all ranks for arrays of the same call of `empty`."""
 
     number: int
     offset: int
@@ -56,13 +56,13 @@ class WindowArray:
         return _CUDA, self.device
 
     def __dlpack__(self, **_: object) -> Any:
-        """Exports the memory as a DLPack capsule. Ignores the consumer's stream, because no work on the array is enqueued."""
+        """Exports the memory as a DLPack capsule. The consumer's stream does not matter, because no work is enqueued."""
         code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
         return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """CUDA's array interface. Raises AttributeError if NumPy does not have the dtype."""
+        """Raises AttributeError if NumPy does not have the dtype."""
         dtype = np.dtype(numpy_dtype(self.dtype))
         if dtype.isbuiltin != 1:
             raise AttributeError(f"{self.dtype} has no typestr of __cuda_array_interface__; use __dlpack__")
@@ -70,7 +70,7 @@ class WindowArray:
 
 
 class _HostBytes:
-    """A buffer with the array interface of NumPy. NumPy arrays on this buffer keep the memory alive."""
+    """A buffer with NumPy's array interface. Arrays on it keep the memory alive."""
 
     def __init__(self, memory: Any, size: int):
         self._memory = memory
@@ -79,14 +79,14 @@ class _HostBytes:
 
 class Windows:
     def __init__(self) -> None:
-        self.allocated = 0  # number of arrays that were allocated; the same on all ranks
-        self._addresses: list[int] = []  # addresses of the window memory in use, sorted
-        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: (number of the array, size in bytes, memory)
+        self.allocated = 0  # number of allocated arrays, equal on all ranks
+        self._addresses: list[int] = []  # window memory in use, sorted
+        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: (number of the array, bytes, memory)
         self._bound_names: weakref.WeakKeyDictionary[BoundInputs, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self.connected: set[str] = set()  # targets for which the ranks share memory
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Returns an array at the start of window memory of `size` bytes. `position_of` finds it while the memory is in use."""
+        """Returns an array in window memory of `size` bytes. `position_of` finds it while the memory is in use."""
         self._add(memory, max(1, size))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
@@ -99,7 +99,7 @@ class Windows:
         return WindowPosition(number, offset) if offset < size and memory() is not None else None
 
     def names(self, bound: BoundInputs, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Names of the bound inputs and other parameters whose arrays are in windows. The result is cached for bound arrays."""
+        """Names of the bound inputs and other parameters whose arrays are in windows."""
         if (names_of_bound := self._bound_names.get(bound)) is None:
             names_of_bound = self._bound_names[bound] = tuple(
                 name for name, (_, array) in bound.arrays.items() if self._position_of_array(array)
@@ -120,7 +120,7 @@ class Windows:
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
             return self.position_of(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # the value is not an array, and the call will report an error
+        except (TypeError, AttributeError, RuntimeError):  # not an array; the call will report this
             return None
 
 
@@ -156,9 +156,9 @@ def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int,
 
 @cache
 def memory_module(target: str) -> ModuleType:
-    """Module of an empty program. The module of any program has the code for group memory."""
+    """Module of an empty program, because the module of any program has the code for window memory."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
-    with _build_lock:  # ranks that are threads request the module at the same time
+    with _build_lock:  # ranks may be threads
         folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, requested=host.libraries), lambda: render(host))
         on.expect_memory()
         return load(folder / MODULE_FILE, on.dlopen_flags)

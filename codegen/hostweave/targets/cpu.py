@@ -22,7 +22,7 @@ class _Cpu(Target):
     is_asynchronous = False
     is_simulated = True
     needs_one_host = True
-    # libhostweave_cpu.so defines the same symbols as the CUDA libraries, which another package may have loaded with global visibility.
+    # Another package may have loaded CUDA libraries, with the same symbols as libhostweave_cpu.so, with global visibility.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
     wheel_requirements = ("ml_dtypes>=0.4", OPENBLAS)

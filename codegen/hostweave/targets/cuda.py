@@ -27,7 +27,7 @@ class _Cuda(Target):
     needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024
-    wheel_requirements = ("torch",)  # import torch loads the CUDA libraries
+    wheel_requirements = ("torch",)  # loads the CUDA libraries
     wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
@@ -38,7 +38,7 @@ class _Cuda(Target):
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(cuda_parts.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """Libraries that are compiled at the first use: one for all programs, and those of `requested`."""
+        """A library for all programs, and those of `requested`, compiled at the first use."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
@@ -114,7 +114,7 @@ def why_no_puts(ranks: int) -> str:
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "". Checks the NCCL headers, and the NCCL library if this process has loaded one."""
+    """Reason why NCCL is too old for a transport, or "". Checks the header, and the library if this process has loaded it."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -123,7 +123,7 @@ def why_not(transport: Transport) -> str:
 
 
 def why_no_scales(scaling: str) -> str:
-    """Reason why cuBLASLt cannot multiply 8-bit floats with this kind of scales here, or "". Without a GPU, always ""."""
+    """Reason why cuBLASLt cannot multiply 8-bit floats with this kind of scales on the GPUs of this machine, or ""."""
     if not cuda.gpus():
         return ""
     number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())
@@ -161,7 +161,7 @@ def _figures() -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """Returns a cached library. Its sources `files` are compiled with `macros`, and linked to `needed`."""
+    """A cached library of `files`, which are compiled with `macros` and linked to `needed`."""
     file = f"libhostweave_{name}.so"
     stamps = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *stamps, toolchain.stamp)
@@ -201,7 +201,7 @@ def _part(part: cuda.CudaPart) -> str:
 
 
 def _version(part: cuda.CudaPart) -> str:
-    """Version that a header defines, with a leading space. Empty if the header defines none."""
+    """Version that a header defines, after a space, or ""."""
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
         "cublasLt.h": r"CUBLAS_VER_(MAJOR|MINOR|PATCH)",

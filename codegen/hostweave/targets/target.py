@@ -22,61 +22,61 @@ class Target(Protocol):
     """A kind of device: the toolchain that builds programs for it, and the properties of its ranks."""
 
     name: str
-    is_asynchronous: bool  # calls only enqueue work, so a watchdog has to detect hangs
+    is_asynchronous: bool  # calls only enqueue work, so a watchdog must detect hangs
     is_simulated: bool  # measured times are not times of GPUs
     needs_one_host: bool  # all ranks are on one host
     dlopen_flags: int  # additional dlopen flags for a program's module
     demo_size: int  # size per rank of a symbolic dim in `hostweave demo`
-    wheel_requirements: tuple[str, ...]  # packages that a program's wheel needs in addition to NumPy
-    wheel_build_requirements: tuple[str, ...]  # packages that building the wheel needs in addition to scikit-build-core
+    wheel_requirements: tuple[str, ...]  # packages that a program's wheel needs besides NumPy
+    wheel_build_requirements: tuple[str, ...]  # packages that its build needs besides scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        """Raises ProgramError if this target cannot run one of the user kernels. By default a target can run all of them."""
+        """Raises ProgramError if this target cannot run one of the user kernels."""
         return
 
     def toolchain(self) -> Toolchain:
         """Returns the toolchain that builds programs. Raises BuildError if a part is missing."""
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """Returns the libraries that a program links to. `requested` are optional parts of the runtime."""
+        """Returns the libraries that a program links to. `requested` has optional parts of the runtime."""
 
     def cmake_options(self) -> list[str]:
-        """Options with paths of this machine that CMake needs to configure an exported project. By default none."""
+        """CMake options of an exported project, with paths of this machine."""
         return []
 
     def why_not_here(self, ranks: int) -> str:
-        """Reason and remedy if this process cannot run `ranks` ranks, or "" if it can. By default it can."""
+        """Reason why this process cannot run so many ranks, with a remedy, or ""."""
         return ""
 
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little memory to load a program. By default nothing is checked."""
+        """Raises MemoryError if there is too little memory to load a program."""
         return
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yields the rows of `hostweave doctor` about this target, as (title, text)."""
 
     def machine(self, ranks: int) -> Machine:
-        """Figures of this machine for the cost model, for programs of `ranks` ranks."""
+        """Figures of this machine, for programs of `ranks` ranks."""
 
     def why_not(self, transport: Transport) -> str:
-        """Reason why the communication library here cannot provide a transport, or "" if it can. By default it can."""
+        """Reason why the communication library does not support a transport, or ""."""
         return ""
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
-        """Chooses the device number of a rank. `requested` is the user's choice, or None."""
+        """Device number of a rank. `requested` is the user's choice, or None."""
 
     def device_of_arrays(self, member: Any) -> int:
-        """Number of the GPU of a rank's arrays, or CPU_DEVICE. `member` is the native object of the rank's device."""
+        """GPU of a rank's arrays, or CPU_DEVICE. `member` is the native object of the rank."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason if arrays on that device cannot be used. By default all devices are accepted."""
+        """Raises TypeError if arrays on that device cannot be used."""
         return
 
     def device_name(self) -> str:
-        """Name of the devices of this machine. Measurements are stored under this name."""
+        """Name of the devices of this machine, under which measurements are stored."""
 
     def stream(self, given: Any) -> int | None:
-        """Handle of the argument `stream=` of a call. None means the current stream of the arrays' library. Raises TypeError if `given` is
+        """Handle of the argument `stream=` of a call. None for the current stream of the arrays' library. Raises TypeError if `given` is
         not a stream."""
 
 
@@ -88,7 +88,7 @@ def find_target(name: str) -> Target:
 
 
 def runtime_sources(target: str) -> list[Path]:
-    """Sources of the runtime for a target. Files whose names end in another target's name are excluded."""
+    """Sources of the runtime for a target, without files whose names end in another target's name."""
     return sources_of(RUNTIME_SOURCES, target)
 
 

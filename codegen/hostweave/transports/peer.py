@@ -1,4 +1,4 @@
-"""Peer transport: GPUs of one host copy to and from each other's mapped memory. A signal is a word that streams write or wait for."""
+"""Peer transport: copies between GPUs of one host. A signal is a word of memory that streams write or wait for."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

@@ -14,14 +14,14 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A local dim of size `size`, cut at the boundaries of `blocks` shards of the global dim. Text: `4 of M`."""
+    """A local dim of size `size`, cut at the ends of `blocks` shards of the global dim. Text: `4 of M`."""
 
     blocks: int
     size: Size
 
     @property
     def local(self) -> LocalSize | None:
-        """`size` as a LocalSize if it depends on the rank, as `local(M, x)` does. None otherwise."""
+        """The LocalSize if `size` depends on the rank, as `local(M, x)` does. None otherwise."""
         return self.size.factor if isinstance(self.size.factor, LocalSize) else None
 
     @property
@@ -29,7 +29,7 @@ class Cut:
         return self.local.size if self.local else self.size
 
     def starts(self, sizes: Sizes) -> list[int]:
-        """Local index at which each block starts, followed by the end of the last block."""
+        """Local start of each block, and the end of the last one."""
         local = self.local.indices(sizes) if self.local else range(self.size.bind(sizes))
         end = self.global_size.bind(sizes)
         first = [local_range(end, self.blocks, block).start for block in range(self.blocks)]
@@ -52,7 +52,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """True if no dim is cut except the first dim longer than 1. The blocks are then consecutive in memory."""
+    """True if the blocks are consecutive in memory: no dim is cut, except the first dim longer than 1."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -77,9 +77,9 @@ class Route:
 class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. A receiver gets each block of its local tensor exactly once.
 
-    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks. Blocks are numbered in row-major
-    order. If a receiver already holds a block, the route begins and ends at this rank. Otherwise, all ranks that hold the block serve
-    receivers round robin. If shards may be uneven, a block ends where a shard of the source or of the target ends, and may be empty.
+    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks, in row-major order. A receiver
+    that has a block already is also its sender. Otherwise, the ranks that have the block serve receivers round robin. If shards may be
+    uneven, a block ends where a shard of the source or of the target ends, and may be empty.
     """
 
     sent: tuple[int, ...]
@@ -107,17 +107,17 @@ class Transfer:
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
     def distance(self, senders: int) -> int | None:
-        """Receiver minus sender, if all routes have the same difference and each of `senders` ranks sends one block. None otherwise."""
+        """Receiver minus sender, if this is the same for all routes and each of `senders` ranks sends one block. None otherwise."""
         far = {route.receiver - route.sender for route in self.routes}
         one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
         return far.pop() if len(far) == 1 and one_each else None
 
     def share(self, shards: int) -> Fraction:
-        """Bytes that travel between ranks, as a fraction of the bytes of the tensor, which has `shards` shards."""
+        """Bytes that travel between ranks, as a fraction of the bytes of a tensor with `shards` shards."""
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if the transfer takes `source` to `target`: each receiver gets each block once, from a rank that holds it."""
+        """True if the transfer leads from `source` to `target`: each receiver gets each block once, from a rank that has it."""
         old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -141,12 +141,12 @@ class SharedDim:
     target_shards: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
-        """True if blocks may differ in size. `uneven` contains the symbols whose sizes need not be multiples of the number of ranks."""
+        """True if blocks may differ in size. `uneven` has the symbols whose sizes need not be multiples of the number of ranks."""
         return self.is_crossed or (self.source_shards != self.target_shards and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
-        """True if any source shard may overlap any target shard: both meshes split the dim, differently and possibly unevenly."""
+        """True if any source shard may overlap any target shard: both meshes split the dim, in different and possibly uneven ways."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
@@ -163,7 +163,7 @@ class SharedDim:
         return self.source_shards if self.is_crossed else self.ranks // self.target_shards
 
     def source(self, target: int, number: int) -> tuple[int, int]:
-        """The source shard that has block `number` of target shard `target`, and the block's index in the source shard."""
+        """Source shard that has block `number` of target shard `target`, and the index of the block there."""
         return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
 
 
@@ -175,13 +175,13 @@ def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[
 
 @lru_cache(maxsize=4096)
 def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
-    """Routes from the layout and mesh of `source` to those of `target`. The tensor must not be partial."""
+    """Routes from `source`, which must not be partial, to `target`."""
     old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_shard_position(source, old, rank), []).append(rank)
-    replica_of: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
-    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks at this position so far, minus 1
+    replica_of: dict[int, int] = {}  # rank -> index among the ranks with the same shard
+    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> last index at this position
     for rank in new.all_ranks:
         position = _shard_position(target, new, rank)
         replica_of[rank] = copies[position] = copies.get(position, -1) + 1
@@ -193,7 +193,7 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
 
 
 def _block_sources(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
-    """Maps each receiver and its block index to the position of the source shard and the block index in that shard."""
+    """Maps (receiver, block index) to (position of the source shard, block index there)."""
     new, dims, sources = target.mesh_in(program), shared_dims(source, target, program), {}
     for rank in new.all_ranks:
         position = _shard_position(target, new, rank)

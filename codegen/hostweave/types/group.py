@@ -12,9 +12,8 @@ from typing import Protocol, TypeVar
 class ParameterGroup:
     """A parameter group. The names `first` and `last` differ in one number.
 
-    In the IRs, a group is one tensor with an additional first dim: the number of tensors. The tensors have unrelated addresses, so a view
-    covers only one tensor. The tensors of adjacent groups with the same `struct` alternate in the order of parameters: `w_0, v_0, w_1,
-    v_1`.
+    In the IRs, a group is one tensor, with the number of tensors as its first dim. The tensors have unrelated addresses, so a view covers
+    only one of them. Tensors of adjacent groups with the same `struct` alternate in the order of parameters: `w_0, v_0, w_1, v_1`.
     """
 
     first: str
@@ -23,7 +22,7 @@ class ParameterGroup:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors, in order. Empty if `first` and `last` do not differ in one number that counts up."""
+        """Names of the tensors. Empty if `first` and `last` do not differ in one increasing number."""
         found = between(self.first, self.last)
         if found is None:
             return ()
@@ -42,7 +41,7 @@ class ParameterGroup:
 
 
 def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """Text before the number, the two numbers, and text after the number. None if the names do not differ in one increasing number."""
+    """Text before the number, the two numbers, and text after it. None if the names do not differ in one increasing number."""
     for match in re.finditer(r"\d+", first):
         before, after = first[: match.start()], first[match.end() :]
         middle = last[len(before) : len(last) - len(after)]

@@ -11,24 +11,23 @@ from typing import Any
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, checked_arguments
 
-Points = tuple[tuple[float, float], ...]  # pairs of bytes and seconds, by increasing bytes
+Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by increasing bytes
 
 LINKS = ("collective", "put", "get")
-HOST = 8  # GPUs per host, unless a `Network` gives another number
+HOST = 8  # GPUs per host by default
 
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of one kind of transfer. A time depends on the bytes that a rank receives: in total for a collective, from one rank
-    for a put or get."""
+    """Measured times of one kind of transfer, by the bytes that a rank receives: in total for a collective, from one rank for a put or
+    get."""
 
     by: str  # one of LINKS
     ranks: int
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes: linear between the points and above them, constant below the first point. With only one point, the
-        time is constant."""
+        """Seconds for `size` bytes: linear between the points and above them, constant below the first point and for only one point."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -38,7 +37,7 @@ class Link:
 @checked_arguments
 @dataclass(frozen=True)
 class Network:
-    """Network between hosts. All GPUs can use the full `bandwidth` at the same time, in each direction. A host has consecutive ranks.
+    """Network between hosts, each with consecutive ranks. All GPUs can use the full `bandwidth` at the same time, in each direction.
 
     `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
@@ -72,9 +71,9 @@ class Machine:
     """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures them, and writes them as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
-    operations at `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
-    cannot access each other's memory, or "". `no_scales` lists unsupported kinds of scales (tensor, row or block) of 8-bit matmuls, each
-    with the reason.
+    operations at `flops`. `refused` has transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
+    cannot access each other's memory, or "". `no_scales` has unsupported kinds of scales (tensor, row or block) of 8-bit matmuls, each with
+    the reason.
     """
 
     name: str
@@ -85,18 +84,18 @@ class Machine:
     launch: float  # seconds to launch an empty kernel
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
-    unaligned: float = 6.0  # slowdown of 16-bit matmuls if the bytes of a row are not a multiple of 16
+    unaligned: float = 6.0  # slowdown of 16-bit matmuls if a row is not a multiple of 16 bytes
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
-    network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of the actual GPU, if these are the figures of another GPU
+    network: Network | None = None  # None: one host
+    stands_for: str = ""  # name of the actual GPU, if the figures are those of another GPU
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
-        """The link of kind `by` whose number of ranks is closest to `ranks`. In a tie, the larger number wins."""
+        """The link of kind `by` whose number of ranks is closest to `ranks`, or the larger of two equally close ones."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
 
     def without(self, transport: str, why: str) -> Machine:
@@ -117,7 +116,7 @@ class Machine:
     def from_json(text: str, where: str) -> Machine:
         """Parses the text of `to_json`.
 
-        Raises ProgramError if the text is not valid. The message names the file `where`.
+        Raises ProgramError if the text is invalid. The message names the file `where`.
         """
         try:
             facts: dict[str, Any] = json.loads(text)
@@ -154,13 +153,12 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
-# H100 SXM with 80 GB, measured at a power limit of 700 W. The NVLink of the H100 equals that of the H200: 18 links of the fourth
-# generation.
+# H100 SXM with 80 GB, measured at a power limit of 700 W. Its NVLink is that of the H200.
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
 
 SHIPPED = {machine.name: machine for machine in (H200, H100)}
 
 
 def shipped(name: str) -> Machine:
-    """Figures of a GPU by its name. An unknown GPU gets the figures of H200, with `stands_for` set to the GPU's name."""
+    """Figures of a GPU. An unknown GPU gets those of H200, with `stands_for` set to its name."""
     return SHIPPED.get(name) or replace(H200, stands_for=name)

@@ -17,10 +17,8 @@ MAX_RANKS = 2**16  # largest number of ranks in a mesh
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are in row-major order: the last axis varies
-    fastest.
-
-    `hw.Mesh()` is a single device.
+    """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. The last axis varies fastest. `hw.Mesh()` is a single
+    device.
 
     Raises ProgramError for invalid names or sizes of axes, and for more than 65536 ranks.
 
@@ -28,7 +26,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
-    members: tuple[int, ...] | None  # None: all ranks of the program, starting at 0
+    members: tuple[int, ...] | None  # None: all ranks of the program
 
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
@@ -50,10 +48,10 @@ class Mesh:
 
     @checked
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
-        """Mesh of the given ranks of this mesh, in the given order.
+        """Mesh of some ranks of this mesh, in the given order.
 
-        `axes` gives names and sizes of the new axes. Without `axes`, the new mesh keeps the axes along which the given ranks differ. The
-        ranks must then form a block of this mesh, in row-major order. If this mesh has one axis, any ranks are allowed.
+        `axes` has names and sizes of the new axes. Without `axes`, the new mesh has the axes along which the ranks differ. The ranks must
+        then form a block of this mesh, in row-major order, unless this mesh has only one axis.
 
         Raises ProgramError if the ranks are not distinct ranks of this mesh, or do not fit the axes.
 
@@ -110,7 +108,7 @@ class Mesh:
 
     @property
     def label(self) -> str:
-        """Identifier for a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
+        """Identifier of a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
         ranks = self.all_ranks
         if len(ranks) > 2 and self.is_run:
             return f"ranks_{ranks[0]}_to_{ranks[-1]}"
@@ -128,7 +126,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Axis -> distance in `all_ranks` between neighbors along the axis."""
+        """Distance in `all_ranks` between neighbors along each axis."""
         return {name: prod(size for _, size in self.axes[i + 1 :]) for i, (name, _) in enumerate(self.axes)}
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
@@ -158,7 +156,7 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Text of ranks, such as `0, 2, 5`. Three or more consecutive ranks are a range: `0..4` for ranks 0 to 3."""
+    """Text of ranks, such as `0, 2, 5`, or `0..4` for three or more consecutive ranks, here 0 to 3."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
     return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))
@@ -177,7 +175,7 @@ Sizes = Mapping[str, int]
 
 
 class RankSizes(dict[str, int]):
-    """Values of symbols for one rank of a mesh. Sizes such as `local(M, x)` depend on the rank."""
+    """Values of symbols, and the rank on which sizes such as `local(M, x)` depend."""
 
     def __init__(self, sizes: Sizes, mesh: Mesh, rank: int = 0):
         super().__init__(sizes)
@@ -185,14 +183,14 @@ class RankSizes(dict[str, int]):
 
 
 def local_range(size: int, ranks: int, rank_in_group: int) -> range:
-    """Indices of a dim that one rank holds: ceil(size / ranks) indices. The last ranks may hold fewer or none."""
+    """Indices of a dim that a rank holds: ceil(size / ranks) indices, or fewer or none on the last ranks."""
     block = -(-size // ranks)
     return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
 def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
-    """Range of one rank's elements, in a buffer with the blocks of all ranks one after another. A block is a shard of dim `dim`. If `dim`
-    is None, all elements are split like one dim."""
+    """Range of a rank's elements in a buffer that has the shards of dim `dim` one after another. If `dim` is None, all elements are split
+    like one dim."""
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0
     own = local_range(size, ranks, rank_in_group)

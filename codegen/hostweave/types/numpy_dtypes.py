@@ -13,18 +13,18 @@ _DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of_name(name: str) -> DType | str:
-    """The dtype that NumPy and PyTorch call `name`, or `name` itself if there is none."""
+    """The dtype that NumPy and PyTorch call `name`, or `name` if there is none."""
     return _DTYPE_OF.get(name, name)
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The matching NumPy dtype, which ml_dtypes defines for bf16 and f8."""
+    """NumPy's dtype, which ml_dtypes defines for bf16 and f8."""
     return np.dtype(dtype.long_name)
 
 
 @cache
 def computing_dtype(dtype: DType) -> np.dtype[Any]:
-    """The NumPy dtype in which references compute: f64 for every float, otherwise the matching dtype."""
+    """NumPy dtype in which references compute: f64 for floats."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 
@@ -41,7 +41,7 @@ def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 
 def _to_ints(floats: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Bits of the floats, truncated to i64, or to u64 if they fit only there. All other floats give the bits of -2**63."""
+    """Floats as bits of an i64, or of a u64 if they fit only there. Other floats give the bits of -2**63."""
     is_signed, is_large = (floats >= -(2.0**63)) & (floats < 2.0**63), (floats >= 2.0**63) & (floats < 2.0**64)
     signed = np.where(is_signed, floats, -(2.0**63)).astype(np.int64).astype(np.uint64)
     return np.where(is_large, np.where(is_large, floats, 0).astype(np.uint64), signed)

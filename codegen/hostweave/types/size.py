@@ -7,8 +7,7 @@ A factor is the name of a symbol, or a node that contains other sizes:
 - `local(M, x)`, the size of this rank's shard of M along mesh axis x (may be smaller, or 0, on the last ranks);
 - `first(M, x)`, the index in M at which that shard begins.
 
-On a mesh of some ranks, the shard's size is `local(M, x on ranks 2, 3)`. If that mesh has several axes, the text is `local(M, b on
-mesh(a=2, b=2 of ranks 0..4))`.
+For a mesh of some ranks, the text is `local(M, x on ranks 2, 3)` or, with several axes, `local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, listed_ranks
 
 @dataclass(frozen=True)
 class Size:
-    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted by their text, so equal sizes have equal fields."""
+    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted, so that equal sizes have equal fields."""
 
     coefficient: int = 1
     factors: tuple[Factor, ...] = ()
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path: most sizes are one number or one symbol
+        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path for one number or one symbol
             return
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
@@ -56,7 +55,7 @@ class Size:
 
     @property
     def factor(self) -> Factor | None:
-        """The only factor if the size is a single factor, None otherwise."""
+        """The factor if the size is a single factor, None otherwise."""
         return self.factors[0] if self.coefficient == self.divisor == len(self.factors) == 1 else None
 
     @property
@@ -66,7 +65,7 @@ class Size:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """All factors that are not sums, including the factors inside sums."""
+        """Factors that are not sums, also inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property
@@ -74,8 +73,7 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shards of `ranks` ranks may differ in size: for an int that `ranks` does not divide, and for a single factor with a
-        symbol of `uneven`."""
+        """True if shards may differ in size: for an int that `ranks` does not divide, and for a single factor with a symbol in `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
@@ -103,7 +101,7 @@ class Size:
         return Size(self.coefficient * other.coefficient, self.factors + other.factors, self.divisor * other.divisor)
 
     def __floordiv__(self, other: int) -> Size:
-        """Exact quotient. Divisibility is checked when the size is known."""
+        """Exact quotient. Divisibility is checked by `bind`."""
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
@@ -116,15 +114,15 @@ class Size:
         return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
     def bind(self, sizes: Sizes) -> int:
-        """Value of the size, given the value of every symbol. Factors such as `local(M, x)` need `RankSizes`. Raises ValueError if the
-        value is not an int."""
+        """Value for these values of symbols. Factors such as `local(M, x)` need `RankSizes`. Raises ValueError if the value is not an
+        int."""
         total = self.coefficient * prod(bound(factor, sizes) for factor in self.factors)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
 
     def at(self, sizes: Mapping[str, int]) -> Size:
-        """Replaces symbols by numbers, also in sums, but not in factors such as `local(M, x)`."""
+        """Replaces symbols by numbers, except in factors such as `local(M, x)`."""
 
         def of_factor(factor: Factor) -> Size:
             if isinstance(factor, Sum):
@@ -172,7 +170,6 @@ class LocalSize:
         return self.mesh or program
 
     def ranks_in(self, program: Mesh) -> int:
-        """Number of ranks that split the size, in a program on mesh `program`."""
         return self.mesh_in(program).size_of(self.axes)
 
     def bind(self, sizes: Sizes) -> int:
@@ -182,7 +179,7 @@ class LocalSize:
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        # a rank outside the mesh gets an unused value
+        # the value for a rank outside the mesh is not used
         rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0
         return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 
@@ -232,7 +229,6 @@ def bound(factor: Factor, sizes: Sizes) -> int:
 
 @cache
 def _parsed(text: str) -> Size:
-    """Parses a text that consists of one size, or raises ValueError."""
     try:
         reader = SizeReader(text)
         size = reader.size()
@@ -260,7 +256,7 @@ def _terms(size: Size) -> tuple[Size, ...]:
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """Canonical sum, so that equal sums compare equal. A sum of several terms is a `Sum` factor."""
+    """Canonical sum: equal sums compare equal. A sum of several terms is a `Sum` factor."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
@@ -322,7 +318,7 @@ class SizeReader(Lexer):
             return name
         with self.inside():
             size = self._product()
-        while name == "ceil" and self.accept("/"):  # the last divisor is the number of ranks: ceil(M/2/4)
+        while name == "ceil" and self.accept("/"):  # the last divisor is the number of ranks
             ranks = self._divisor(size, start)
             if self.accept(")"):
                 return CeilDiv(size, ranks)

@@ -1,4 +1,4 @@
-"""Tensor types: dtype, dims, sharding and partial sums. Blocks of global arrays."""
+"""Tensor types, and blocks of global arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DType:
 
     @property
     def roundoff(self) -> float:
-        """Unit roundoff u of a float dtype: rounding changes x by at most u |x|."""
+        """Unit roundoff u: rounding changes x by at most u |x|."""
         return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ u16 = DType("u16", 2, "uint", "uint16_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
-MAX_DIMS = 8  # largest number of dims of an array, as in hw::Shape
+MAX_DIMS = 8  # hw::Shape has the same limit
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
 
@@ -86,7 +86,7 @@ class Dim:
     """A dim of a global tensor: the global size, and the mesh axes that split the dim, outermost axis first."""
 
     size: Size
-    axes: tuple[str, ...] = ()  # a Zigzag for a dim in zigzag
+    axes: tuple[str, ...] = ()  # may be a Zigzag
 
     def __str__(self) -> str:
         axes = str(self.axes) if isinstance(self.axes, Zigzag) else ",".join(self.axes)
@@ -127,8 +127,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Mark of a tensor that is not reduced yet: each rank holds a term. The tensor is the reduction of the terms by `op` over the mesh
-    axes."""
+    """Mark of a tensor that is not reduced yet: each rank holds a term, and the tensor is their reduction by `op` over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]
@@ -177,10 +176,8 @@ class TensorType:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
-        """Local shape of one rank. `mesh` is the program's mesh.
-
-        If 8 ranks split M, the local size is `M/8`, or `local(M, x)` if `M.is_uneven(8, uneven)`.
-        """
+        """Local shape, in a program on `mesh`. If 8 ranks split M, the local size is `M/8`, or `local(M, x)` if `M.is_uneven(8,
+        uneven)`."""
 
         def local(dim: Dim) -> Size:
             if not dim.axes:
@@ -194,7 +191,7 @@ class TensorType:
         return BufferType(self.dtype, self.local_shape(mesh, uneven))
 
     def dim(self, axis: int | str) -> int:
-        """Index of a dim. `axis` is an index (negative from the end) or a name. Raises ValueError unless exactly one dim matches."""
+        """Index of a dim, given by index (negative from the end) or name. Raises ValueError unless exactly one dim matches."""
         if isinstance(axis, str):
             found = [i for i, dim in enumerate(self.dims) if str(dim.size) == axis]
             if len(found) == 1:
@@ -254,8 +251,8 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins the local arrays of all ranks to the global array. `arrays` has one array per rank of the tensor's mesh, in rank order. If
-        several ranks have the same block, the array of the last rank is used.
+        """Joins local arrays to the global array. `arrays` has one array per rank of the tensor's mesh, in rank order. If several ranks
+        have the same block, that of the last rank is used.
 
         Raises ProgramError if the type does not fit the mesh, and ArgumentError if the arrays do not fit the type.
         """
@@ -303,7 +300,7 @@ Shape = tuple[int, ...]
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
-    """Calls `block_of` after checks of the user's arguments. `word` names the caller in errors."""
+    """Calls `block_of` after checks of the user's arguments. Errors begin with `word`."""
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} holds no part of {type_}; choose a rank of its mesh")
@@ -328,7 +325,7 @@ def shape_given(array: Any) -> Shape | None:
     """Shape of an array, or None for a value that is not an array."""
     try:
         shape = array.shape
-    except Exception:  # another library may raise any exception, for example for a closed file
+    except Exception:  # another library may raise any exception
         return None
     return shape if isinstance(shape, tuple) else None
 
@@ -354,7 +351,7 @@ def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) 
 
 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Index of a rank's block in a global array of `shape`. The first axis of a dim is the outermost split."""
+    """Index of a rank's block in a global array of `shape`."""
     return indices(_runs(type_, mesh, rank, shape))
 
 
@@ -366,7 +363,7 @@ def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> lis
 def local_outputs(
     program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
 ) -> list[Shape]:
-    """Local shapes of a rank's outputs, given the local shapes of its inputs. All sharded dims are split evenly."""
+    """Local shapes of a rank's outputs, from those of its inputs, if all sharded dims are even."""
     even = {
         name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
         for name, type_ in inputs.items()
@@ -384,8 +381,7 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    Zigzag dims must be split evenly. A dim with another sharding must be split evenly, unless `uneven` is None, its size is an int, or its
-    size has a symbol of `uneven`.
+    A sharded dim must be even, except a plain one if `uneven` is None, its size is an int, or its size has a symbol in `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
@@ -431,6 +427,6 @@ def is_matrix(buffer: BufferType) -> bool:
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """Type of a view. A contiguous view has no strides. The stride of a dim of size 1 does not matter."""
+    """Type of a view. A contiguous view has no strides."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)

@@ -12,7 +12,7 @@ from hostweave.types.zigzag import ZIGZAG, Zigzag
 class Reader(SizeReader):
     def __init__(self, text: str):
         super().__init__(text)
-        # The names of all axes, to distinguish the commas of `M@dp,tp, K`: the first comma precedes an axis, and the second comma a dim.
+        # Names of axes: in `M@dp,tp, K`, an axis follows the first comma, and a dim the second.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def dtype(self) -> DType:

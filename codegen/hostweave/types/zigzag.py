@@ -1,4 +1,4 @@
-"""Zigzag sharding, which balances work that grows along a dim, such as attention with a causal mask.
+"""Zigzag sharding balances work that grows along a dim, such as attention with a causal mask.
 
 The dim is cut into two pieces per rank. Rank r of N holds pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 holds pieces 0 and
 7, and rank 1 holds pieces 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
@@ -9,7 +9,7 @@ from typing import Any
 
 from hostweave.types.mesh import Mesh, local_range
 
-ZIGZAG = "zigzag"  # appears in the text of dims as `S@zigzag(cp)`
+ZIGZAG = "zigzag"  # keyword in `S@zigzag(cp)`
 
 
 class Zigzag(tuple[str, ...]):
@@ -31,14 +31,14 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. A Zigzag stays a Zigzag if all axes are kept, or with `ranks_stay`, which says that dropped axes have size 1."""
+    """Filters axes. A Zigzag stays one if all axes are kept, or if dropped axes have size 1 (`ranks_stay`)."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. Shards are equal if this number divides
-    the size."""
+    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one. Shards are equal if this number divides the
+    size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 
@@ -61,13 +61,12 @@ def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[ra
 
 
 def indices(of_dims: Sequence[Sequence[range]]) -> tuple[Any, ...]:
-    """NumPy index for the given ranges of each dim: a slice per range. A dim with two ranges has an array. If several dims have two ranges,
-    every dim has an array."""
+    """NumPy index for the ranges of each dim: a slice for one range, an array for two. If several dims have two ranges, all have arrays."""
     if all(len(own) == 1 for own in of_dims):
         return tuple(slice(own[0].start, own[0].stop) for own in of_dims)
     import numpy as np
 
-    def joined(own: Sequence[range]) -> Any:  # stays an int array even if all ranges are empty
+    def joined(own: Sequence[range]) -> Any:  # an int array even if all ranges are empty
         return np.concatenate([np.arange(run.start, run.stop) for run in own])
 
     if sum(len(own) > 1 for own in of_dims) > 1:
